@@ -1,0 +1,323 @@
+"""Binding tensors to a plan: the one place where a caller's input is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ContractError
+from .kv_formats import PACKED
+from .planning import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """The integer inputs of one step, read on the host. Only where that costs no device sync."""
+
+    cu_seqlens_q: list[int]
+    cache_seqlens: list[int]
+    visible: list[int]
+    """Visible tokens of each query row; rows outside every request see 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A plan with its tensors; made by :func:`bind`, consumed by :func:`compile` and :func:`run`.
+
+    The tensors are the caller's own: lengths, page table and data are read anew by every ``run``.
+    ``q_scale`` and ``kv_scale`` are one-element float32 tensors on the plan's device, or None where the
+    format has no scale. ``cu_seqlens_q`` is always present.
+    """
+
+    plan: Plan
+    scratch: Mapping[str, torch.Tensor]
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    query_cache_seqlens: torch.Tensor | None
+    q_scale: torch.Tensor | None
+    kv_scale: torch.Tensor | None
+    sm_scale: float
+    active_splits: int
+
+    @property
+    def total_q(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.cache_seqlens.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv_cache.shape[0]
+
+    def host_lengths(self) -> HostLengths:
+        """Read and check the integer inputs; for tensors in host memory.
+
+        Raises:
+            ContractError: a length is negative, beyond the plan or beyond the page table, ``cu_seqlens_q``
+                is no running sum, or a visible page id lies outside the cache.
+        """
+        cu = _ints(self.cu_seqlens_q)
+        if cu[0] != 0:
+            raise ContractError("cu_seqlens_q", "a running sum that starts at 0", f"{cu[0]} first")
+        for i in range(self.batch):
+            if cu[i + 1] < cu[i]:
+                raise ContractError("cu_seqlens_q", "a running sum", f"{cu[i + 1]} after {cu[i]} at index {i + 1}")
+        if cu[-1] > self.total_q:
+            raise ContractError("cu_seqlens_q", f"at most total_q = {self.total_q} queries", cu[-1])
+        lengths = _ints(self.cache_seqlens)
+        capacity = self.plan.caps.max_cache_tokens
+        table_tokens = self.page_table.shape[1] * self.plan.caps.page_size
+        for i, length in enumerate(lengths):
+            if not 0 <= length <= capacity:
+                raise ContractError("cache_seqlens", f"0 to max_cache_tokens = {capacity}", f"{length} at index {i}")
+            if length > table_tokens:
+                raise ContractError(
+                    "cache_seqlens",
+                    f"at most {table_tokens} tokens, which page_table [{self.batch}, {self.page_table.shape[1]}] holds",
+                    f"{length} at index {i}",
+                )
+        host = HostLengths(cu, lengths, self._visible(cu, lengths))
+        self._check_page_ids(lengths)
+        return host
+
+    def _visible(self, cu: list[int], lengths: list[int]) -> list[int]:
+        visible = [0] * self.total_q
+        given = None if self.query_cache_seqlens is None else _ints(self.query_cache_seqlens)
+        for i, length in enumerate(lengths):
+            for row in range(cu[i], cu[i + 1]):
+                if given is None:
+                    visible[row] = max(length - (cu[i + 1] - row) + 1, 0)
+                elif 0 <= given[row] <= length:
+                    visible[row] = given[row]
+                else:
+                    raise ContractError(
+                        "query_cache_seqlens",
+                        f"0 to the request's cache_seqlens = {length}",
+                        f"{given[row]} at index {row}",
+                    )
+        return visible
+
+    def _check_page_ids(self, lengths: list[int]) -> None:
+        page_size = self.plan.caps.page_size
+        for i, length in enumerate(lengths):
+            pages = -(-length // page_size)
+            if pages == 0:
+                continue
+            low, high = (int(bound) for bound in self.page_table[i, :pages].aminmax())
+            if low < 0 or high >= self.num_pages:
+                raise ContractError(
+                    "page_table",
+                    f"page ids in [0, {self.num_pages}) up to the visible length",
+                    f"{low if low < 0 else high} in row {i}",
+                )
+
+
+def _ints(tensor: torch.Tensor) -> list[int]:
+    values: list[int] = tensor.tolist()
+    return values
+
+
+def bind(
+    plan: Plan,
+    *,
+    scratch: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    sm_scale: float,
+    cu_seqlens_q: torch.Tensor | None = None,
+    query_cache_seqlens: torch.Tensor | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    kv_scale: torch.Tensor | float | None = None,
+    active_splits: int | None = None,
+) -> Binding:
+    """Check ``plan`` and tensors against each other once, before any number of runs.
+
+    Args:
+        plan: from :func:`densemla.plan`.
+        scratch: from ``plan.empty_scratch()``; its content does not matter.
+        q: [total_q, num_q_heads, kv_lora_rank + qk_rope_head_dim], ``caps.q_dtype``; already absorbed
+            into the latent space.
+        kv_cache: [num_pages, page_size, row width], with its real strides; the last one is 1.
+        output: [total_q, num_q_heads, kv_lora_rank], ``caps.output_dtype``; written by ``run``.
+        lse: [total_q, num_q_heads] float32; written by ``run``; **natural log** of the sum of
+            ``exp(sm_scale * q @ k)``, -inf for a query that sees nothing.
+        page_table: int32 [batch, width]. Entries past the visible length may hold anything.
+        cache_seqlens: int32 [batch], visible tokens including the newest; 0 is normal.
+        sm_scale: factor on the scores, finite and above 0.
+        cu_seqlens_q: int32 [batch + 1], running sum of queries per request. None: one each. Query ``t``
+            of ``n`` sees ``cache_seqlens - n + 1 + t`` tokens, never below 0. Query rows past the last
+            sum belong to no request and get 0 and -inf.
+        query_cache_seqlens: int32 [total_q], visible tokens per query in place of that rule; at most the
+            request's ``cache_seqlens``.
+        q_scale: for fp8 queries, value = stored * q_scale: a number or a one-element float32 tensor on
+            the plan's device, positive and finite; None is 1.
+        kv_scale: the same for a ``float8_e4m3fn`` cache.
+        active_splits: splits to launch, 1 to ``plan.num_splits``; None launches them all, as a graph
+            must. ``plan.launch_splits(longest)`` is the fewest with a graph's bits.
+
+    Returns:
+        A binding. Nothing has been written.
+
+    Raises:
+        ContractError: an argument does not fit; the message names it. What lies in host memory (lengths,
+            page ids, scales) is checked by value, here and again in every ``run``.
+    """
+    if not isinstance(plan, Plan):
+        raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
+    caps, fmt = plan.caps, plan.caps.kv_format
+    total_q = _leading("q", q, caps.max_total_q, "max_total_q")
+    _check("q", q, plan, caps.q_dtype, (total_q, caps.num_q_heads, caps.head_dim))
+    if kv_cache.dim() != 3:
+        raise ContractError("kv_cache", "3 dimensions [num_pages, page_size, row width]", list(kv_cache.shape))
+    _check("kv_cache", kv_cache, plan, fmt.dtype, (kv_cache.shape[0], caps.page_size, fmt.row_width))
+    if caps.kv_dtype == PACKED and any(stride % 4 for stride in kv_cache.stride()[:2]):
+        raise ContractError("kv_cache", "packed records on 4-byte boundaries", f"strides {kv_cache.stride()}")
+    _check("output", output, plan, caps.output_dtype, (total_q, caps.num_q_heads, caps.kv_lora_rank))
+    _check("lse", lse, plan, torch.float32, (total_q, caps.num_q_heads), unit_stride=False)
+    for name, tensor in (("output", output), ("lse", lse)):
+        _check_writable(name, tensor)
+    batch = _leading("cache_seqlens", cache_seqlens, caps.max_batch, "max_batch")
+    _check("cache_seqlens", cache_seqlens, plan, torch.int32, (batch,))
+    if page_table.dim() != 2:
+        raise ContractError("page_table", f"2 dimensions [batch = {batch}, width]", list(page_table.shape))
+    _check("page_table", page_table, plan, torch.int32, (batch, page_table.shape[1]))
+    if cu_seqlens_q is None:
+        if total_q != batch:
+            raise ContractError("cu_seqlens_q", f"a tensor when total_q = {total_q} is not batch = {batch}", None)
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=caps.device)
+    _check("cu_seqlens_q", cu_seqlens_q, plan, torch.int32, (batch + 1,))
+    if query_cache_seqlens is not None:
+        if not plan.supports("query_cache_seqlens"):
+            raise ContractError("query_cache_seqlens", f"None (backend {plan.backend})", "a tensor")
+        _check("query_cache_seqlens", query_cache_seqlens, plan, torch.int32, (total_q,))
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not 0 < sm_scale < math.inf:
+        raise ContractError("sm_scale", "a finite number above 0", repr(sm_scale))
+    if active_splits is None:
+        active_splits = plan.num_splits
+    if (
+        isinstance(active_splits, bool)
+        or not isinstance(active_splits, int)
+        or not 1 <= active_splits <= plan.num_splits
+    ):
+        raise ContractError("active_splits", f"an int in [1, plan.num_splits = {plan.num_splits}]", repr(active_splits))
+    _check_scratch(plan, scratch)
+    binding = Binding(
+        plan=plan,
+        scratch=dict(scratch),
+        q=q,
+        kv_cache=kv_cache,
+        output=output,
+        lse=lse,
+        page_table=page_table,
+        cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        query_cache_seqlens=query_cache_seqlens,
+        q_scale=_scale("q_scale", q_scale, plan, plan.supports("q_scale"), "float8_e4m3fn queries"),
+        kv_scale=_scale("kv_scale", kv_scale, plan, plan.supports("kv_scale"), "a float8_e4m3fn cache"),
+        sm_scale=float(sm_scale),
+        active_splits=active_splits,
+    )
+    if caps.device.type == "cpu":
+        binding.host_lengths()
+    return binding
+
+
+def _leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(name, "a tensor", type(tensor).__name__)
+    if tensor.dim() == 0 or tensor.shape[0] > limit:
+        raise ContractError(name, f"at most {limit_name} = {limit} rows", list(tensor.shape))
+    return tensor.shape[0]
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    unit_stride: bool = True,
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(name, "a tensor", type(tensor).__name__)
+    if tensor.dtype is not dtype:
+        raise ContractError(name, f"dtype {dtype}", tensor.dtype)
+    if tuple(tensor.shape) != shape:
+        raise ContractError(name, f"shape {list(shape)}", list(tensor.shape))
+    if not _same_device(tensor.device, plan.caps.device):
+        raise ContractError(name, f"device {plan.caps.device}", tensor.device)
+    if unit_stride and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ContractError(name, "a last dimension of stride 1", f"strides {tensor.stride()}")
+
+
+def _same_device(tensor: torch.device, planned: torch.device) -> bool:
+    # "cuda" in the caps means whichever device is current.
+    if planned.type == "cuda" and planned.index is None:
+        return tensor.type == "cuda" and tensor.index == torch.cuda.current_device()
+    return tensor == planned
+
+
+def _check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a view in which two elements share memory: the second write would hide the first."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ContractError(name, "elements that do not overlap", f"strides {tensor.stride()}")
+            reach += stride * (size - 1)
+
+
+def _check_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor]) -> None:
+    specs = plan.scratch_specs()
+    if not isinstance(scratch, Mapping) or set(scratch) != set(specs):
+        came = sorted(scratch) if isinstance(scratch, Mapping) else type(scratch).__name__
+        raise ContractError("scratch", f"the tensors of plan.scratch_specs(): {sorted(specs)}", came)
+    for name, spec in specs.items():
+        tensor = scratch[name]
+        _check(f"scratch[{name!r}]", tensor, plan, spec.dtype, spec.shape)
+        if not tensor.is_contiguous():
+            raise ContractError(f"scratch[{name!r}]", "a contiguous tensor", f"strides {tensor.stride()}")
+
+
+def _scale(
+    name: str, value: torch.Tensor | float | None, plan: Plan, takes_scale: bool, wanted: str
+) -> torch.Tensor | None:
+    if not takes_scale:
+        if value is not None:
+            raise ContractError(name, f"None: only {wanted} take a scale", "a scale")
+        return None
+    device = plan.caps.device
+    if isinstance(value, torch.Tensor):
+        if value.dtype is not torch.float32 or value.numel() != 1 or not _same_device(value.device, device):
+            raise ContractError(
+                name, f"one float32 on {device}", f"{value.dtype} {list(value.shape)} on {value.device}"
+            )
+        if device.type == "cpu":
+            check_scale(name, float(value))
+        return value.reshape(1)
+    if value is None:
+        value = 1.0
+    check_scale(name, value)
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+def check_scale(name: str, value: object) -> float:
+    """A quantisation scale must be a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ContractError(name, "a finite number above 0", repr(value))
+    return float(value)

@@ -1,0 +1,1 @@
+"""Does this torch build hold code for this GPU?"""

@@ -1,0 +1,23 @@
+"""The one exception that bad input raises."""
+
+from __future__ import annotations
+
+
+class ContractError(ValueError):
+    """A caller broke the contract.
+
+    Attributes:
+        argument: name of the argument, field or environment variable at fault.
+        expected: what the contract asks for.
+        got: what came instead.
+    """
+
+    def __init__(self, argument: str, expected: str, got: object) -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        super().__init__(f"{argument}: expected {expected}, got {got}")
+
+    def __reduce__(self) -> tuple[type[ContractError], tuple[str, str, object]]:
+        # BaseException would replay the message alone: workers must be able to pickle this.
+        return type(self), (self.argument, self.expected, self.got)

@@ -1,0 +1,131 @@
+"""Writing new tokens into a paged latent cache, and making caches."""
+
+from __future__ import annotations
+
+import torch
+
+from .binding import check_scale
+from .errors import ContractError
+from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_fields
+
+_SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def empty(
+    num_pages: int,
+    page_size: int,
+    kv_dtype: torch.dtype | str = torch.bfloat16,
+    *,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """An uninitialised cache [num_pages, page_size, row width] in the format ``kv_dtype`` names."""
+    fmt = kv_format(kv_dtype, kv_lora_rank, qk_rope_head_dim)
+    return torch.empty(num_pages, page_size, fmt.row_width, dtype=fmt.dtype, device=device)
+
+
+def append(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_scale: torch.Tensor | float | None = None,
+) -> None:
+    """Write the newest tokens' rows into the cache, quantising where its format does.
+
+    Rope columns are stored as they come: rotate them before, or not at all for a layer without
+    positions.
+
+    Args:
+        latent: [tokens, kv_lora_rank], float.
+        rope: [tokens, qk_rope_head_dim], float; on the same device.
+        kv_cache: [num_pages, page_size, row width], any outer strides; its dtype names the format
+            (``torch.uint8`` is ``fp8_ds_mla``).
+        slot_mapping: int64 or int32 [tokens], slot = page * page_size + offset; -1 skips the token
+            (padding). A slot given twice keeps one of its rows.
+        kv_scale: for a ``float8_e4m3fn`` cache: stored = value / kv_scale, saturated at +-448; a number
+            or a one-element float32 tensor; None is 1.
+
+    Raises:
+        ContractError: shapes, dtypes or devices do not fit, a scale is 0, negative, NaN or infinite, or
+            (host memory only) a slot lies outside the cache. Nothing has been written. On a GPU slots
+            outside the cache are skipped and a scale tensor is not read.
+    """
+    fmt = _check(latent, rope, kv_cache, slot_mapping)
+    if not fmt.scaled and kv_scale is not None:
+        raise ContractError("kv_scale", "None: only a float8_e4m3fn cache takes a scale", "a scale")
+    rows = _stored(latent, rope, fmt, _scale_of(kv_scale, latent.device))
+    page_size = kv_cache.shape[1]
+    slots = slot_mapping.long()
+    live = (slots >= 0) & (slots < kv_cache.shape[0] * page_size)
+    rows, slots = rows[live], slots[live]
+    # Bytes, because indexed assignment is not implemented for fp8 everywhere.
+    target = kv_cache.view(torch.uint8) if fmt.dtype.itemsize == 1 else kv_cache
+    target[slots // page_size, slots % page_size] = rows.view(target.dtype)
+
+
+def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> KVFormat:
+    for name, tensor in (("latent", latent), ("rope", rope)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.dtype not in _SOURCE_DTYPES:
+            raise ContractError(name, "a float tensor [tokens, width]", _describe(tensor))
+    if rope.shape[0] != latent.shape[0]:
+        raise ContractError("rope", f"{latent.shape[0]} tokens, as latent has", rope.shape[0])
+    if not isinstance(kv_cache, torch.Tensor) or kv_cache.dim() != 3:
+        raise ContractError("kv_cache", "a tensor [num_pages, page_size, row width]", _describe(kv_cache))
+    fmt = kv_format(kv_cache.dtype, latent.shape[1], rope.shape[1])
+    if kv_cache.shape[2] != fmt.row_width or (fmt.row_width > 1 and kv_cache.stride(2) != 1):
+        raise ContractError("kv_cache", f"rows of {fmt.row_width} with stride 1", _describe(kv_cache))
+    if (
+        not isinstance(slots, torch.Tensor)
+        or slots.dtype not in (torch.int32, torch.int64)
+        or tuple(slots.shape) != (latent.shape[0],)
+    ):
+        raise ContractError("slot_mapping", f"int64 or int32 [{latent.shape[0]}]", _describe(slots))
+    for name, tensor in (("rope", rope), ("kv_cache", kv_cache), ("slot_mapping", slots)):
+        if tensor.device != latent.device:
+            raise ContractError(name, f"device {latent.device}, where latent is", tensor.device)
+    if slots.device.type == "cpu" and slots.numel():
+        low, high = (int(bound) for bound in slots.aminmax())
+        count = kv_cache.shape[0] * kv_cache.shape[1]
+        if low < -1 or high >= count:
+            raise ContractError("slot_mapping", f"-1 or a slot in [0, {count})", low if low < -1 else high)
+    return fmt
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} with strides {value.stride()}"
+    return type(value).__name__
+
+
+def _scale_of(kv_scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float:
+    if isinstance(kv_scale, torch.Tensor):
+        if kv_scale.dtype is not torch.float32 or kv_scale.numel() != 1:
+            raise ContractError("kv_scale", "one float32", _describe(kv_scale))
+        if kv_scale.device.type == "cpu":
+            return check_scale("kv_scale", float(kv_scale))
+        return kv_scale.reshape(())
+    return check_scale("kv_scale", 1.0 if kv_scale is None else kv_scale)
+
+
+def to_fp8(values: torch.Tensor) -> torch.Tensor:
+    """Round to e4m3fn, saturating at +-448 (a plain cast turns larger values into NaN). NaN stays NaN."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _stored(latent: torch.Tensor, rope: torch.Tensor, fmt: KVFormat, scale: torch.Tensor | float) -> torch.Tensor:
+    """The rows [tokens, row width] as the cache stores them."""
+    if not fmt.packed:
+        rows = torch.cat((latent, rope.to(latent.dtype)) if latent.dtype == rope.dtype else (latent.float(), rope.float()), 1)
+        return to_fp8(rows.float() / scale) if fmt.scaled else rows.to(fmt.dtype)
+    records = torch.empty(latent.shape[0], fmt.row_width, dtype=torch.uint8, device=latent.device)
+    values, scales, rope_out = packed_fields(records, fmt.kv_lora_rank, fmt.qk_rope_head_dim)
+    grouped = latent.float().unflatten(1, (-1, PACKED_GROUP))
+    # A group of zeros still needs a scale that can be divided by.
+    group_scale = (grouped.abs().amax(2) / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    scales.copy_(group_scale)
+    values.copy_(to_fp8(grouped / group_scale.unsqueeze(2)).flatten(1))
+    rope_out.copy_(rope)
+    return records
