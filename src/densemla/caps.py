@@ -12,6 +12,7 @@ from .options import SplitOptions, check_partial_dtype, check_single_split_chunk
 from .splits import CHUNK_TOKENS, ceil_div
 
 _Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+_OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Caps:
         q_dtype: bf16, float16, float32, or ``float8_e4m3fn`` (then ``q_scale`` applies).
         kv_dtype: bf16, float16, float32, ``float8_e4m3fn`` (then ``kv_scale`` applies), or
             ``"fp8_ds_mla"`` / ``torch.uint8`` for packed 656-byte records.
+        output_dtype: bf16, float16 or float32, the type of ``output``; None is the query's type, bf16 for
+            fp8 queries. Ranks that merge their results keep them in the partial type until then.
         partial_dtype: ``torch.bfloat16`` or ``torch.float32``; None reads the environment
             (``SplitOptions.from_env``).
         single_split_chunks: -1 the plan's ``chunks_per_split``, 0 balance every request, N the largest
@@ -55,6 +58,7 @@ class Caps:
     max_cache_tokens: int = 131072
     q_dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | str = torch.bfloat16
+    output_dtype: torch.dtype = None  # type: ignore[assignment]  # always a dtype once made
     partial_dtype: torch.dtype | None = None
     single_split_chunks: int | None = None
     max_splits: int | None = None
@@ -80,6 +84,13 @@ class Caps:
             raise ContractError(
                 "q_dtype", "torch.bfloat16, torch.float16, torch.float32 or torch.float8_e4m3fn", repr(self.q_dtype)
             )
+        if self.output_dtype is None:
+            default = torch.bfloat16 if self.q_dtype is torch.float8_e4m3fn else self.q_dtype
+            object.__setattr__(self, "output_dtype", default)
+        if self.output_dtype not in _OUTPUT_DTYPES:
+            raise ContractError(
+                "output_dtype", "torch.bfloat16, torch.float16 or torch.float32", repr(self.output_dtype)
+            )
         # One spelling per format, so that equal plans are equal cache keys.
         object.__setattr__(self, "kv_dtype", PACKED if self.kv_format.packed else self.kv_format.dtype)
         if self.max_splits is not None and self.num_splits is not None and self.num_splits > self.max_splits:
@@ -103,11 +114,6 @@ class Caps:
     def head_dim(self) -> int:
         """Width of a query row: ``kv_lora_rank + qk_rope_head_dim``."""
         return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """The query's dtype; bf16 for fp8 queries."""
-        return torch.bfloat16 if self.q_dtype is torch.float8_e4m3fn else self.q_dtype
 
     @property
     def max_chunks(self) -> int:
