@@ -1,0 +1,157 @@
+"""The command line: ``densemla COMMAND``. Each command only parses, calls and prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
+
+from . import __version__, presets, reporting
+from .errors import ContractError
+from .inputs import LOGITS
+from .study import DEFAULT_THRESHOLDS, DEFAULT_TOKENS, StudyConfig
+from .study import study as run_study
+
+USER_ERROR = 2
+"""Exit status for input that can't be used, as for a wrong option."""
+
+
+class _Group(TyperGroup):
+    """Turns what a user can put right into one line and status 2, for every command mounted below."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ContractError as error:
+            message = str(error)
+        except OSError as error:
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+        raise typer.Exit(USER_ERROR)
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Dense MLA decode over a paged latent cache, with the split precision as your choice.",
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KV_DTYPES: dict[str, torch.dtype | str] = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": "fp8_ds_mla"}
+
+
+def _tokens(text: str) -> list[int]:
+    """Context lengths such as ``1000,4k,1m``; k is 1024 tokens."""
+    lengths = []
+    for part in text.split(","):
+        digits, factor = part.strip().lower(), 1
+        if digits[-1:] in ("k", "m"):
+            factor = 1024 if digits[-1] == "k" else 1024**2
+            digits = digits[:-1]
+        if not (digits.isascii() and digits.isdigit()):
+            raise ContractError("tokens", "numbers with commas between them, such as 1000,4k,1m", repr(text))
+        lengths.append(int(digits) * factor)
+    return list(dict.fromkeys(lengths))
+
+
+def _named(option: str, names: dict[str, Any], name: str) -> Any:
+    if name not in names:
+        raise ContractError(option, "one of " + ", ".join(names), repr(name))
+    return names[name]
+
+
+def _check_folder(path: Path | None) -> None:
+    """Refuse a result file that could not be written, before the work rather than after it."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ContractError(str(path), "a file in a folder that exists", f"no folder {path.resolve().parent}")
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command("presets")
+def presets_command() -> None:
+    """List the attention shapes that `study` knows."""
+    Console().print(reporting.presets_table())
+
+
+@app.command()
+def study(
+    *,
+    preset: Annotated[str, typer.Option(help="A shape from `densemla presets`.")] = "kimi-k3",
+    tokens: Annotated[str, typer.Option(help="Context lengths, such as 1000,4k,1m.")] = ",".join(
+        f"{tokens // 1024}k" for tokens in DEFAULT_TOKENS
+    ),
+    capacity: Annotated[str, typer.Option(help="Longest request the plan admits; it fixes the splits.")] = "128k",
+    single_split_chunks: Annotated[
+        list[int], typer.Option(help="Thresholds to compare (repeat): -1 the plan's own, 0 always split, N chunks.")
+    ] = list(DEFAULT_THRESHOLDS),  # noqa: B006
+    logits: Annotated[list[str], typer.Option(help="How inputs are drawn (repeat): uniform, heavy.")] = list(LOGITS),  # noqa: B006
+    dtype: Annotated[str, typer.Option(help="Queries and output: " + ", ".join(DTYPES) + ".")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option(help="Cache: " + ", ".join(KV_DTYPES) + ".")] = "bf16",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    backend: Annotated[str, typer.Option(help="auto, or a backend from `densemla doctor`.")] = "auto",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each option; the median counts.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw error and time to this file (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Decode under each precision option and show what it costs, against float64."""
+    config = StudyConfig(
+        preset=presets.preset(preset),
+        tokens=_tokens(tokens),
+        capacity=_tokens(capacity)[0],
+        thresholds=list(dict.fromkeys(single_split_chunks)),
+        logits=list(dict.fromkeys(logits)),
+        q_dtype=_named("dtype", DTYPES, dtype),
+        kv_dtype=_named("kv_dtype", KV_DTYPES, kv_dtype),
+        device=device,
+        backend=backend,
+        repeat=repeat,
+        seed=seed,
+    )
+    if plot is not None:
+        # matplotlib takes long to load, and only this needs it.
+        from . import plotting  # noqa: PLC0415
+
+        plotting.check_suffix(plot)
+    for path in (json_file, plot):
+        _check_folder(path)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=config.steps)
+        done = -1
+
+        def on_step(what: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, description=what)
+
+        result = run_study(config, on_step)
+    console = Console()
+    console.print(reporting.study_header(result), highlight=False)
+    for table in reporting.study_tables(result):
+        console.print()
+        console.print(table)
+    for line in reporting.study_summary(result):
+        console.print(line, highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(reporting.study_json(result, __version__), indent=1) + "\n")
+    if plot is not None:
+        plotting.plot_study(result, plot)
+
+
+if __name__ == "__main__":
+    app()
