@@ -1,1 +1,91 @@
-"""Does this torch build hold code for this GPU?"""
+"""Does this torch build hold code for this GPU?
+
+The rule is CUDA's own ("Application Compatibility" and "Family-specific features" in NVIDIA's CUDA
+programming guide and PTX manual):
+
+* a cubin ``sm_XY`` runs on capabilities of the same major with minor >= Y;
+* PTX ``compute_XY`` is compiled by the driver for any capability >= X.Y;
+* a suffix ``a`` (architecture-specific, as ``sm_90a``) runs on exactly that capability, PTX too;
+* a suffix ``f`` (family-specific, as ``sm_100f``) runs on the same major with minor >= Y, PTX too;
+* nothing else crosses majors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import ContractError
+
+RULE = (
+    "sm_XY runs on major X with minor >= Y, compute_XY (PTX) on any capability >= X.Y, suffix 'a' on exactly "
+    "that capability, suffix 'f' on major X with minor >= Y"
+)
+
+# The last digit is the minor: sm_90 is 9.0, sm_121 is 12.1.
+_ENTRY = re.compile(r"(sm|compute)_(\d{1,2})(\d)([af]?)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchCheck:
+    """Whether a list of architectures holds code for a device; true in a condition when it does.
+
+    Attributes:
+        ok: there is code that runs.
+        entry: the first entry of the list that runs, or None.
+        message: names the device, its capability, the list and the rule.
+    """
+
+    ok: bool
+    entry: str | None
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def check_arch(capability: tuple[int, int], arch_list: Sequence[str], *, device: str = "device") -> ArchCheck:
+    """Apply CUDA's compatibility rule (see the module) to a device and a build.
+
+    Args:
+        capability: ``(major, minor)``, as ``torch.cuda.get_device_capability()`` gives it.
+        arch_list: what the build holds, as ``torch.cuda.get_arch_list()`` gives it: ``sm_XY`` and
+            ``compute_XY``, each with an optional suffix ``a`` or ``f``.
+        device: what the message calls the device.
+
+    Raises:
+        ContractError: ``capability`` is no pair of ints, or an entry of ``arch_list`` can't be read.
+    """
+    major, minor = _capability(capability)
+    if isinstance(arch_list, str) or not all(isinstance(entry, str) for entry in arch_list):
+        raise ContractError("arch_list", "a sequence of names such as 'sm_90'", repr(arch_list))
+    running = [entry for entry in arch_list if _runs(entry, major, minor)]
+    entry = running[0] if running else None
+    listed = ", ".join(arch_list) if arch_list else "nothing"
+    found = f"{entry} runs on it" if entry else "none of it runs there"
+    message = f"{device} has compute capability {major}.{minor} and the build holds {listed}: {found} ({RULE})"
+    return ArchCheck(entry is not None, entry, message)
+
+
+def _capability(value: object) -> tuple[int, int]:
+    if (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(part, int) and not isinstance(part, bool) and part >= 0 for part in value)
+    ):
+        return value
+    raise ContractError("capability", "a pair (major, minor) of ints", repr(value))
+
+
+def _runs(entry: str, major: int, minor: int) -> bool:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        raise ContractError("arch_list", "entries such as 'sm_90', 'sm_90a', 'sm_100f' or 'compute_90'", repr(entry))
+    kind, suffix = match[1], match[4]
+    built = (int(match[2]), int(match[3]))
+    if suffix == "a":
+        return built == (major, minor)
+    if kind == "compute" and not suffix:
+        return built <= (major, minor)
+    return built[0] == major and built[1] <= minor
