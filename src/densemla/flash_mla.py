@@ -1,0 +1,334 @@
+"""The decode interface of FlashMLA (https://github.com/deepseek-ai/FlashMLA), over densemla's own decode.
+
+``from densemla.flash_mla import get_mla_metadata, flash_mla_with_kvcache`` takes the place of the same import
+from ``flash_mla``: argument names and order, shapes, returns and the LSE convention are FlashMLA's, on every
+device that densemla has a backend for. The split options come from the environment
+(:class:`densemla.SplitOptions`), since FlashMLA's signature has no place for them.
+
+Two conventions differ from the rest of densemla, as FlashMLA has them: a query that sees nothing gets LSE
+**+inf** (and output 0), and the LSE is [batch, heads, queries]. The logarithm is natural in both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .decoding import decode
+from .errors import ContractError
+from .kv_formats import kv_format
+from .merging import merge
+
+_METADATA_INTS = 8
+"""Width of FlashMLA's tile scheduler rows (``TileSchedulerMetaDataSize``)."""
+
+_INT32_MAX = (1 << 31) - 1
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What the newer :func:`get_mla_metadata` returns; remembers the calls that it is used for.
+
+    densemla plans from the tensors of each call, so nothing has to be scheduled in advance and lengths may
+    change between calls. As with FlashMLA, one object serves calls of one kind.
+    """
+
+    config: dict[str, object] | None = None
+
+    def check(self, config: dict[str, object]) -> None:
+        """Adopt the first call's ``config``; refuse a later call that differs."""
+        if self.config is None:
+            self.config = config
+        for name, value in config.items():
+            if value != self.config[name]:
+                raise ContractError(
+                    "tile_scheduler_metadata",
+                    f"calls with {name} = {self.config[name]}, as in the first one (else a new get_mla_metadata())",
+                    f"{name} = {value}",
+                )
+
+
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    *,
+    num_heads_per_head_k: int | None = None,
+) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
+    """What :func:`flash_mla_with_kvcache` takes as ``tile_scheduler_metadata`` and ``num_splits``.
+
+    The newer form has no arguments and returns ``(FlashMLASchedMeta(), None)``. The older form names the
+    lengths and heads and returns two int32 tensors on the lengths' device, which a caller may copy into
+    persistent buffers: ``tile_scheduler_metadata`` [1, 8] and ``num_splits`` [batch + 1]. densemla schedules
+    by itself: these are zeros that its kernels never read, there because callers pass them along.
+
+    Args:
+        cache_seqlens: int32 [batch].
+        num_q_tokens_per_head_k: ``s_q * num_heads_q // num_heads_k``; ``num_heads_per_head_k`` in the first
+            releases.
+        num_heads_k, num_heads_q, is_fp8_kvcache, topk: as in FlashMLA; nothing depends on them.
+
+    Raises:
+        ContractError: ``cache_seqlens`` is no int32 vector.
+    """
+    del num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, num_heads_per_head_k
+    if cache_seqlens is None:
+        return FlashMLASchedMeta(), None
+    _check("cache_seqlens", cache_seqlens, torch.int32, (None,))
+    return (
+        cache_seqlens.new_zeros(1, _METADATA_INTS),
+        cache_seqlens.new_zeros(cache_seqlens.shape[0] + 1),
+    )
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention over a paged latent cache, dense or over the tokens that ``indices`` names.
+
+    Args:
+        q: [batch, s_q, num_heads_q, head_dim], bf16, float16 or float32.
+        k_cache: [num_blocks, page_block_size, num_heads_k, head_dim] in the query's or another plain dtype;
+            with ``is_fp8_kvcache`` 656-byte records [num_blocks, page_block_size, 1, 656] of uint8, int8 or
+            ``float8_e4m3fn`` (512 e4m3 values, 4 float32 scales, 64 bf16 values). The blocks may have any
+            strides. Values are the first ``head_dim_v`` columns.
+        block_table: int32 [batch, max_num_blocks_per_seq]; may be None with ``indices``.
+        cache_seqlens: int32 [batch], tokens including the newest; may be None with ``indices``.
+        head_dim_v: 512 for DeepSeek-V3.
+        tile_scheduler_metadata, num_splits: from :func:`get_mla_metadata`, either form.
+        softmax_scale: factor on the scores; None is ``head_dim ** -0.5``.
+        causal: query ``t`` of ``s_q`` sees ``cache_seqlens - s_q + 1 + t`` tokens instead of all. Dense only.
+        indices: int32 [batch, s_q, topk]: attend to exactly these slots, slot = block * page_block_size +
+            offset; -1 is skipped. No order or uniqueness is needed.
+        attn_sink: float32 [num_heads_q]; scales the output by ``exp(lse) / (exp(lse) + exp(sink))``, not the
+            LSE. +inf gives 0.
+        extra_k_cache, extra_indices_in_kvcache: a second cache and slots in it, attended to as well.
+        topk_length, extra_topk_length: int32 [batch]: only so many leading indices count.
+
+    Returns:
+        ``(out, softmax_lse)``: [batch, s_q, num_heads_q, head_dim_v] in the query's dtype, and float32
+        [batch, num_heads_q, s_q], **natural log**. A query that sees nothing: 0 and **+inf**.
+
+    Raises:
+        ContractError: an argument does not fit; in host memory also an index outside the cache. On a GPU such
+            an index is skipped.
+    """
+    _check("q", q, None, (None, None, None, None))
+    batch, s_q, heads, head_dim = q.shape
+    _check_metadata(
+        tile_scheduler_metadata,
+        num_splits,
+        {
+            "batch_size": batch,
+            "seq_len_q": s_q,
+            "num_heads_q": heads,
+            "page_block_size": k_cache.shape[1] if k_cache.dim() > 1 else None,
+            "causal": causal,
+            "is_fp8_kvcache": is_fp8_kvcache,
+            "topk": None if indices is None else indices.shape[-1],
+        },
+    )
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    cache = _stored(k_cache, "k_cache", head_dim, head_dim_v, is_fp8_kvcache)
+    if indices is None:
+        for name, value in (
+            ("attn_sink", attn_sink),
+            ("extra_k_cache", extra_k_cache),
+            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
+            ("topk_length", topk_length),
+            ("extra_topk_length", extra_topk_length),
+        ):
+            if value is not None:
+                raise ContractError(name, "None without indices", "a tensor")
+        out, lse = _dense(q, cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+    else:
+        if causal:
+            raise ContractError("causal", "False with indices", True)
+        out, lse = _indexed(q, cache, indices, topk_length, head_dim_v, softmax_scale, "indices")
+        if extra_k_cache is not None:
+            if extra_indices_in_kvcache is None:
+                raise ContractError("extra_indices_in_kvcache", "a tensor with extra_k_cache", None)
+            extra = _indexed(
+                q,
+                _stored(extra_k_cache, "extra_k_cache", head_dim, head_dim_v, is_fp8_kvcache),
+                extra_indices_in_kvcache,
+                extra_topk_length,
+                head_dim_v,
+                softmax_scale,
+                "extra_indices_in_kvcache",
+            )
+            out, lse = merge(torch.stack((out, extra[0])), torch.stack((lse, extra[1])))
+        if attn_sink is not None:
+            _check("attn_sink", attn_sink, torch.float32, (heads,))
+            # A query that saw nothing stays 0 whatever its sink: -inf - -inf is NaN.
+            gate = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - attn_sink))
+            out = (out * gate.unsqueeze(-1)).to(out.dtype)
+    lse = torch.where(lse == -math.inf, math.inf, lse)
+    return out.view(batch, s_q, heads, head_dim_v), lse.view(batch, s_q, heads).transpose(1, 2).contiguous()
+
+
+def _dense(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [batch * s_q, heads, head_dim_v] and LSE [batch * s_q, heads]."""
+    batch, s_q, heads, head_dim = q.shape
+    for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if value is None:
+            raise ContractError(name, "a tensor without indices", None)
+    assert block_table is not None
+    assert cache_seqlens is not None
+    _check("cache_seqlens", cache_seqlens, torch.int32, (batch,))
+    heads_k = cache.shape[2]
+    if heads % heads_k:
+        raise ContractError("k_cache", f"num_heads_k that divides num_heads_q = {heads}", heads_k)
+    cu_seqlens_q = torch.arange(0, batch * s_q + 1, s_q, dtype=torch.int32, device=q.device)
+    # Densemla's own rule is the causal one; without it every query sees the whole request.
+    visible = None if causal or s_q == 1 else cache_seqlens.repeat_interleave(s_q)
+    parts = [
+        decode(
+            queries.reshape(batch * s_q, heads // heads_k, head_dim),
+            cache[:, :, head],
+            block_table,
+            cache_seqlens,
+            sm_scale=softmax_scale,
+            cu_seqlens_q=cu_seqlens_q,
+            query_cache_seqlens=visible,
+            kv_lora_rank=head_dim_v,
+        )
+        for head, queries in enumerate(q.reshape(batch, s_q, heads_k, -1, head_dim).unbind(2))
+    ]
+    if heads_k == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def _indexed(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    head_dim_v: int,
+    softmax_scale: float,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same over chosen slots: every query becomes a request whose pages hold one token."""
+    batch, s_q, heads, head_dim = q.shape
+    _check(name, indices, torch.int32, (batch, s_q, None))
+    if cache.shape[2] != 1:
+        raise ContractError("k_cache", "num_heads_k = 1 with indices", cache.shape[2])
+    topk = indices.shape[2]
+    num_blocks, block = cache.shape[:2]
+    if indices.device.type == "cpu" and indices.numel():
+        low, high = (int(bound) for bound in indices.aminmax())
+        if low < -1 or high >= num_blocks * block:
+            raise ContractError(name, f"-1 or a slot in [0, {num_blocks * block})", low if low < -1 else high)
+    live = (indices >= 0) & (indices < num_blocks * block)
+    if topk_length is not None:
+        _check("topk_length", topk_length, torch.int32, (batch,))
+        live &= torch.arange(topk, device=indices.device) < topk_length.view(batch, 1, 1)
+    tokens, slot_step, token_step = _token_pages(cache)
+    pages = indices // block * slot_step + indices % block * token_step
+    live, pages = live.view(batch * s_q, topk), pages.view(batch * s_q, topk)
+    # Skipped entries move behind the live ones, into a column that is cut off: no host sync.
+    place = torch.where(live, live.cumsum(1) - 1, topk)
+    page_table = pages.new_zeros(batch * s_q, topk + 1).scatter_(1, place, pages)[:, :topk]
+    return decode(
+        q.reshape(batch * s_q, heads, head_dim),
+        tokens,
+        page_table,
+        live.sum(1, dtype=torch.int32),
+        sm_scale=softmax_scale,
+        kv_lora_rank=head_dim_v,
+    )
+
+
+def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """``cache`` [num_blocks, block, 1, width] as pages of one token, without a copy.
+
+    Returns a view [pages, 1, width] and the page numbers that one block and one token are apart. Pages lie
+    as close as the two strides allow, so a per-layer view with gaps between its blocks works as well; pages
+    in the gaps are never named.
+    """
+    num_blocks, block, _, width = cache.shape
+    block_stride, token_stride = cache.stride(0), cache.stride(1)
+    step = math.gcd(block_stride if num_blocks > 1 else 0, token_stride if block > 1 else 0) or width
+    slot_step, token_step = block_stride // step, token_stride // step
+    last = max(num_blocks - 1, 0) * slot_step + max(block - 1, 0) * token_step
+    if last > _INT32_MAX:
+        raise ContractError(
+            "k_cache",
+            "strides whose greatest common divisor leaves fewer than 2**31 token positions",
+            f"strides {cache.stride()}",
+        )
+    pages = last + 1 if cache.numel() else 0
+    return cache.as_strided((pages, 1, width), (step, step, 1)), slot_step, token_step
+
+
+def _stored(k_cache: torch.Tensor, name: str, head_dim: int, head_dim_v: int, is_fp8: bool) -> torch.Tensor:
+    """The cache in the dtype under which densemla knows its format."""
+    if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, int) or not 0 < head_dim_v <= head_dim:
+        raise ContractError("head_dim_v", f"an int in [1, head_dim = {head_dim}]", repr(head_dim_v))
+    _check(name, k_cache, None, (None, None, None, None))
+    if is_fp8:
+        fmt = kv_format(torch.uint8, head_dim_v, head_dim - head_dim_v)
+        if k_cache.dtype.itemsize != 1 or k_cache.shape[2:] != (1, fmt.row_width):
+            raise ContractError(
+                name,
+                f"one-byte [num_blocks, page_block_size, 1, {fmt.row_width}] with is_fp8_kvcache",
+                f"{k_cache.dtype} {list(k_cache.shape)}",
+            )
+        return k_cache.view(torch.uint8)
+    if k_cache.dtype.itemsize == 1:
+        raise ContractError(name, "a plain float dtype without is_fp8_kvcache", k_cache.dtype)
+    _check(name, k_cache, None, (None, None, None, head_dim))
+    return k_cache
+
+
+def _check_metadata(metadata: object, num_splits: object, config: dict[str, object]) -> None:
+    if isinstance(metadata, FlashMLASchedMeta):
+        if num_splits is not None:
+            raise ContractError("num_splits", "None with a FlashMLASchedMeta", type(num_splits).__name__)
+        metadata.check(config)
+    elif not isinstance(metadata, torch.Tensor):
+        raise ContractError("tile_scheduler_metadata", "what get_mla_metadata returned first", type(metadata).__name__)
+
+
+def _check(name: str, tensor: object, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> None:
+    """Refuse what is no tensor of this dtype and shape (None leaves a size open)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(name, "a tensor", type(tensor).__name__)
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or dtype not in (None, tensor.dtype):
+        sizes = ", ".join("*" if want is None else str(want) for want in shape)
+        raise ContractError(
+            name, f"{'a tensor' if dtype is None else dtype} [{sizes}]", f"{tensor.dtype} {list(tensor.shape)}"
+        )
