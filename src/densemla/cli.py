@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from . import __version__, presets, reporting
+from . import __version__, captured, presets, reporting
+from .device import usable
 from .errors import ContractError
 from .inputs import LOGITS
+from .options import PARTIAL_DTYPES, SplitOptions
 from .study import DEFAULT_THRESHOLDS, DEFAULT_TOKENS, StudyConfig
 from .study import study as run_study
 
@@ -74,6 +77,30 @@ def _check_folder(path: Path | None) -> None:
         raise ContractError(str(path), "a file in a folder that exists", f"no folder {path.resolve().parent}")
 
 
+def _options(partial_dtype: str | None, single_split_chunks: int | None) -> SplitOptions:
+    """The environment's options, each replaced by the argument where there is one."""
+    options = SplitOptions.from_env()
+    if partial_dtype is not None:
+        options = replace(options, partial_dtype=_named("partial_dtype", PARTIAL_DTYPES, partial_dtype))
+    if single_split_chunks is not None:
+        options = replace(options, single_split_chunks=single_split_chunks)
+    return options
+
+
+def _decode(input_file: Path, options: SplitOptions, backend: str, device: str) -> captured.Result:
+    output, lse = captured.load_step(input_file).to(usable(device)).decode(options, backend)
+    metadata = {
+        "densemla": __version__,
+        "torch": torch.__version__,
+        "device": device,
+        "backend": backend,
+        "partial_dtype": next(name for name, dtype in PARTIAL_DTYPES.items() if dtype is options.partial_dtype),
+        "single_split_chunks": str(options.single_split_chunks),
+        "input_sha256": captured.sha256(input_file),
+    }
+    return captured.Result(output=output.cpu(), lse=lse.cpu(), metadata=metadata)
+
+
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if version:
@@ -117,7 +144,7 @@ def study(
         logits=list(dict.fromkeys(logits)),
         q_dtype=_named("dtype", DTYPES, dtype),
         kv_dtype=_named("kv_dtype", KV_DTYPES, kv_dtype),
-        device=device,
+        device=str(usable(device)),
         backend=backend,
         repeat=repeat,
         seed=seed,
@@ -151,6 +178,67 @@ def study(
         json_file.write_text(json.dumps(reporting.study_json(result, __version__), indent=1) + "\n")
     if plot is not None:
         plotting.plot_study(result, plot)
+
+
+InputFile = Annotated[Path, typer.Argument(metavar="INPUT", help="A captured step (.safetensors).")]
+PartialDtype = Annotated[str | None, typer.Option(help="bf16 or fp32; by default what the environment says.")]
+SingleSplitChunks = Annotated[int | None, typer.Option(help="-1, 0 or N; by default what the environment says.")]
+Backend = Annotated[str, typer.Option(help="auto, or a backend from `densemla doctor`.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
+
+
+@app.command()
+def decode(
+    *,
+    input_file: InputFile,
+    output_file: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="File for output and lse.")],
+    partial_dtype: PartialDtype = None,
+    single_split_chunks: SingleSplitChunks = None,
+    backend: Backend = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Run one captured decode step.
+
+    INPUT holds q, kv_cache, page_table and cache_seqlens, optionally cu_seqlens_q, query_cache_seqlens, q_scale and
+    kv_scale, and sm_scale in its metadata. OUT gets output and lse (natural log).
+    """
+    _check_folder(output_file)
+    if output_file.exists() and input_file.exists() and output_file.samefile(input_file):
+        raise ContractError("output", "another file than INPUT", output_file)
+    result = _decode(input_file, _options(partial_dtype, single_split_chunks), backend, device)
+    captured.save_result(output_file, result)
+    Console().print(reporting.decoded(result, output_file), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    *,
+    input_file: InputFile,
+    against: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Result to judge; without it the step is decoded here.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest relative error of a head; by default what the types allow.")
+    ] = None,
+    partial_dtype: PartialDtype = None,
+    single_split_chunks: SingleSplitChunks = None,
+    backend: Backend = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Compare a captured step's result with float64 and say which rows are off (exit status 1)."""
+    step = captured.load_step(input_file)
+    if against is None:
+        result = _decode(input_file, _options(partial_dtype, single_split_chunks), backend, device)
+    elif (partial_dtype, single_split_chunks, backend, device) != (None, None, "auto", "cpu"):
+        raise ContractError("against", "no decode options beside it: the result is already there", "some")
+    else:
+        result = captured.load_result(against, input_file)
+    checks = captured.check(step, result, tolerance)
+    console = Console()
+    console.print(reporting.check_summary(checks, result, tolerance), highlight=False)
+    if any(query.heads_off for query in checks):
+        console.print(reporting.check_table(checks, step))
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

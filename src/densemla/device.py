@@ -1,6 +1,6 @@
-"""Does this torch build hold code for this GPU?
+"""Which devices torch can use here, and whether its build holds code for a GPU.
 
-The rule is CUDA's own ("Application Compatibility" and "Family-specific features" in NVIDIA's CUDA
+The rule for the latter is CUDA's own ("Application Compatibility" and "Family-specific features" in NVIDIA's CUDA
 programming guide and PTX manual):
 
 * a cubin ``sm_XY`` runs on capabilities of the same major with minor >= Y;
@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from .errors import ContractError
 
@@ -89,3 +91,36 @@ def _runs(entry: str, major: int, minor: int) -> bool:
     if kind == "compute" and not suffix:
         return built <= (major, minor)
     return built[0] == major and built[1] <= minor
+
+
+def why_no_cuda() -> str | None:
+    """Why torch can use no CUDA device here, and what to do; None when it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; a GPU needs a build of torch for CUDA"
+    if not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} but finds no usable GPU; "
+            "see whether nvidia-smi lists one, its driver is new enough, and CUDA_VISIBLE_DEVICES does not hide it"
+        )
+    return None
+
+
+def usable(name: str) -> torch.device:
+    """The device called ``name``, if torch can use it here.
+
+    Raises:
+        ContractError: it is no CPU or CUDA device, or is not here; the message says why.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ContractError("device", "cpu, cuda or cuda:N", repr(name)) from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ContractError("device", "cpu, cuda or cuda:N", repr(name))
+    if (why := why_no_cuda()) is not None:
+        raise ContractError("device", "cpu", f"{name!r}: {why}")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ContractError("device", f"cuda:0 to cuda:{torch.cuda.device_count() - 1}", repr(name))
+    return device

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from . import presets
+from .captured import LSE_TOLERANCE, CapturedStep, QueryCheck, Result
 from .inputs import LOGITS
 from .study import ONE_SPLIT, Study, StudyRow
 
@@ -80,6 +84,8 @@ def study_tables(study: Study) -> Iterable[Table]:
 
 def _scientific(value: float) -> str:
     """Like 1.65e-3: without the padding zero of Python's exponent."""
+    if not math.isfinite(value):
+        return str(value)
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
@@ -148,6 +154,59 @@ def study_json(study: Study, version: str) -> dict[str, Any]:
         "logits": {name: LOGITS[name] for name in config.logits},
         "rows": [asdict(row) for row in study.rows],
     }
+
+
+def decoded(result: Result, path: Path) -> str:
+    words = ", ".join(f"{name} {result.metadata[name]}" for name in ("backend", "partial_dtype", "single_split_chunks"))
+    shape = " x ".join(str(size) for size in result.output.shape)
+    return f"{path}: output {shape} {dtype_name(result.output.dtype)} and lse ({words})"
+
+
+def check_summary(checks: Sequence[QueryCheck], result: Result, tolerance: float | None) -> str:
+    limit = result.tolerance if tolerance is None else tolerance
+    off = sum(query.heads_off > 0 for query in checks)
+    verdict = f"{off} of {len(checks)} queries are off" if off else f"all {len(checks)} queries agree with float64"
+    worst = _scientific(_largest(query.error for query in checks))
+    lse = _scientific(_largest(query.lse_error for query in checks))
+    return (
+        f"{verdict}: worst |output - float64| / |float64| of a head {worst} (tolerance {_scientific(limit)}), "
+        f"worst lse error {lse} (tolerance {_scientific(LSE_TOLERANCE)})"
+    )
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The largest; NaN is larger than all, and none at all is 0."""
+    return max(errors, default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def check_table(checks: Sequence[QueryCheck], step: CapturedStep, most: int = 20) -> Table:
+    """The queries that are off, at most ``most``."""
+    off = [query for query in checks if query.heads_off]
+    table = _table(
+        "query",
+        "request",
+        "cache_seqlen",
+        "heads off",
+        "worst head",
+        "error",
+        "lse error",
+        title=f"the first {most} of {len(off)}" if len(off) > most else None,
+        text_columns=0,
+    )
+    sums = step.cu_seqlens_q.tolist() if step.cu_seqlens_q is not None else list(range(len(checks) + 1))
+    for query in off[:most]:
+        request = bisect_right(sums, query.query) - 1
+        inside = request < len(step.cache_seqlens)
+        table.add_row(
+            str(query.query),
+            str(request) if inside else "none",
+            str(int(step.cache_seqlens[request])) if inside else "0",
+            f"{query.heads_off} of {step.q.shape[1]}",
+            str(query.worst_head),
+            _scientific(query.error),
+            _scientific(query.lse_error),
+        )
+    return table
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
