@@ -1,0 +1,318 @@
+"""Decode context parallelism: every rank keeps a shard of every request's tokens and owns some heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from .. import decoding
+from ..binding import Binding, bind
+from ..errors import ContractError
+from ..planning import Plan
+from ..planning import plan as make_plan
+from .collectives import Group
+from .lse_merge import FORMS, Form, LseMerge
+from .sharding import (
+    check_layout,
+    local_index,
+    local_length,
+    local_lengths,
+    local_positions,
+    local_visible_lengths,
+    owner,
+    visible_lengths,
+)
+
+__all__ = [
+    "FORMS",
+    "DcpBinding",
+    "DcpDecoder",
+    "Form",
+    "local_index",
+    "local_length",
+    "local_lengths",
+    "local_positions",
+    "local_visible_lengths",
+    "owner",
+    "visible_lengths",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpBinding:
+    """One rank's tensors of a step; made by :meth:`DcpDecoder.bind`.
+
+    ``q``, ``output`` and ``lse`` hold the rank's own heads, the three length tensors are *global*, and
+    ``local`` is the decode of all heads over the rank's shard, in the decoder's buffers.
+    """
+
+    q: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    cache_seqlens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    query_cache_seqlens: torch.Tensor | None
+    local: Binding
+
+
+class DcpDecoder:
+    """Decodes with the cache spread over the ranks of ``group``.
+
+    A step gathers the heads' queries, decodes the rank's shard with all heads, and merges by LSE so that
+    each rank ends with its own heads' output. Local outputs stay in the plan's partial type until the
+    merge, so its precision choice holds across ranks as it does across splits.
+
+    All buffers are allocated here. One decoder serves every layer of a step (and several bindings, one
+    at a time). Making one and :meth:`bind` are collective: each rank calls them, in the same order.
+
+    Args:
+        plan: the *local* decode: ``num_q_heads`` counts the heads of all ranks (a multiple of the group's
+            size), ``max_cache_tokens`` bounds a request's tokens on one rank;
+            ``local_length(longest, 0, world, interleave)`` is enough.
+        group: process group; None is the default one. Rank ``r`` owns heads ``[r * n, (r + 1) * n)`` with
+            ``n = num_q_heads / world``.
+        interleave: consecutive tokens that stay together, see :mod:`.sharding`.
+        form: how partials are merged, see :mod:`.lse_merge`.
+
+    Attributes:
+        rank, world: this rank's number, and how many there are.
+        own_heads: heads that each rank owns.
+        local_plan: ``plan`` with its output in the partial type and its splits pinned.
+
+    Raises:
+        ContractError: on every rank, if an argument does not fit or the ranks don't agree on them.
+        PeerError: a peer died or did not join.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup | None = None,
+        *,
+        interleave: int = 1,
+        form: Form = "all_to_all",
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
+        caps = plan.caps
+        ranks = self._ranks = Group(group)
+        error = None
+        try:
+            check_layout(ranks.rank, ranks.world, interleave)
+            self._merge = LseMerge(
+                group,
+                num_heads=caps.num_q_heads,
+                width=caps.kv_lora_rank,
+                max_rows=caps.max_total_q,
+                partial_dtype=plan.partial_dtype,
+                form=form,
+                device=caps.device,
+            )
+        except ContractError as refusal:
+            error = refusal
+        # A rank's device number is its own affair.
+        shared = replace(caps, device=torch.device(caps.device.type))
+        ranks.agree({"plan": shared, "interleave": interleave, "form": form}, error)
+        self.plan = plan
+        self.rank, self.world, self.own_heads = ranks.rank, ranks.world, self._merge.own_heads
+        self.interleave, self.form = interleave, self._merge.form
+        self.local_plan = make_plan(
+            replace(
+                caps,
+                output_dtype=plan.partial_dtype,
+                num_splits=plan.num_splits,
+                single_split_chunks=plan.single_split_chunks,
+                backend=plan.backend,
+            )
+        )
+        heads = caps.max_total_q * caps.num_q_heads
+        device = caps.device
+        self._gathered = torch.empty(heads * caps.head_dim, dtype=caps.q_dtype, device=device)
+        self._q = torch.empty_like(self._gathered)
+        self._output = torch.empty(heads * caps.kv_lora_rank, dtype=plan.partial_dtype, device=device)
+        self._lse = torch.empty(heads, dtype=torch.float32, device=device)
+        self._cache_seqlens = torch.empty(caps.max_batch, dtype=torch.int32, device=device)
+        self._visible = torch.empty(caps.max_total_q, dtype=torch.int32, device=device)
+        self._scratch = self.local_plan.empty_scratch()
+
+    def bind(
+        self,
+        *,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        sm_scale: float,
+        cu_seqlens_q: torch.Tensor | None = None,
+        query_cache_seqlens: torch.Tensor | None = None,
+        q_scale: torch.Tensor | float | None = None,
+        kv_scale: torch.Tensor | float | None = None,
+    ) -> DcpBinding:
+        """Check this rank's tensors, and that the ranks' steps fit together; then :meth:`localise` them.
+
+        Args:
+            q: [total_q, own_heads, kv_lora_rank + qk_rope_head_dim], contiguous; the own heads' queries.
+            kv_cache: [num_pages, page_size, row width]; this rank's shard. Other tokens are not in it.
+            output: [total_q, own_heads, kv_lora_rank], the plan's output type; written by :meth:`run`.
+            lse: float32 [total_q, own_heads]; written by :meth:`run`; **natural log**, over all ranks'
+                tokens; -inf for a query that sees nothing.
+            page_table: int32 [batch, width]; pages of this rank's shard.
+            cache_seqlens: int32 [batch], *global* visible lengths including the newest token.
+            sm_scale, q_scale, kv_scale: as for :func:`densemla.bind`; the same on every rank.
+            cu_seqlens_q: int32 [batch + 1], running sum of queries per request; None: one each. Queries
+                are causal as for :func:`densemla.bind`, in global positions.
+            query_cache_seqlens: int32 [total_q], *global* visible length per query instead of that rule.
+
+        Raises:
+            ContractError: on every rank, if a tensor does not fit on any of them, or total_q, batch or the
+                scale differ between ranks.
+            PeerError: a peer died or did not join.
+        """
+        error, binding = None, None
+        facts: dict[str, object] = dict.fromkeys(("q", "cache_seqlens", "cu_seqlens_q", "sm_scale"))
+        try:
+            binding = self._bound(
+                q, kv_cache, output, lse, page_table, cache_seqlens, sm_scale, cu_seqlens_q, query_cache_seqlens,
+                q_scale, kv_scale,
+            )  # fmt: skip
+            facts = {
+                "q": list(q.shape),
+                "cache_seqlens": list(cache_seqlens.shape),
+                "cu_seqlens_q": "one each" if cu_seqlens_q is None else "given",
+                "sm_scale": binding.local.sm_scale,
+            }
+        except ContractError as refusal:
+            error = refusal
+        self._ranks.agree(facts, error)
+        assert binding is not None
+        return binding
+
+    def _bound(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        sm_scale: float,
+        cu_seqlens_q: torch.Tensor | None,
+        query_cache_seqlens: torch.Tensor | None,
+        q_scale: torch.Tensor | float | None,
+        kv_scale: torch.Tensor | float | None,
+    ) -> DcpBinding:
+        caps = self.plan.caps
+        total_q = _rows("q", q, caps.max_total_q)
+        batch = _rows("cache_seqlens", cache_seqlens, caps.max_batch)
+        _check("q", q, caps.q_dtype, (total_q, self.own_heads, caps.head_dim), self._q.device)
+        if not q.is_contiguous():
+            raise ContractError("q", "a contiguous tensor", f"strides {q.stride()}")
+        _check("output", output, caps.output_dtype, (total_q, self.own_heads, caps.kv_lora_rank), self._q.device)
+        if output.stride(-1) != 1 and caps.kv_lora_rank > 1:
+            raise ContractError("output", "a last dimension of stride 1", f"strides {output.stride()}")
+        _check("lse", lse, torch.float32, (total_q, self.own_heads), self._q.device)
+        _check("cache_seqlens", cache_seqlens, torch.int32, (batch,), self._q.device)
+        if cu_seqlens_q is not None:
+            _check("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), self._q.device)
+        elif total_q != batch:
+            raise ContractError("cu_seqlens_q", f"a tensor when total_q = {total_q} is not batch = {batch}", None)
+        if query_cache_seqlens is not None:
+            _check("query_cache_seqlens", query_cache_seqlens, torch.int32, (total_q,), self._q.device)
+        self._localise(cache_seqlens, cu_seqlens_q, query_cache_seqlens, total_q)
+        heads = total_q * caps.num_q_heads
+        shape = (total_q, caps.num_q_heads)
+        # With one row the gathered layout [world, 1, own_heads] is already [1, num_q_heads].
+        queries = self._gathered if total_q == 1 else self._q
+        plain = cu_seqlens_q is None and query_cache_seqlens is None
+        local = bind(
+            self.local_plan,
+            scratch=self._scratch,
+            q=queries[: heads * caps.head_dim].view(*shape, caps.head_dim),
+            kv_cache=kv_cache,
+            output=self._output[: heads * caps.kv_lora_rank].view(*shape, caps.kv_lora_rank),
+            lse=self._lse[:heads].view(shape),
+            page_table=page_table,
+            cache_seqlens=self._cache_seqlens[:batch],
+            cu_seqlens_q=cu_seqlens_q,
+            query_cache_seqlens=None if plain else self._visible[:total_q],
+            sm_scale=sm_scale,
+            q_scale=q_scale,
+            kv_scale=kv_scale,
+        )
+        return DcpBinding(q, output, lse, cache_seqlens, cu_seqlens_q, query_cache_seqlens, local)
+
+    def localise(self, binding: DcpBinding) -> None:
+        """Read the *global* lengths anew into the decoder's local ones: once per step, before its layers.
+
+        Waits for nothing and can be captured in a CUDA graph.
+        """
+        self._localise(binding.cache_seqlens, binding.cu_seqlens_q, binding.query_cache_seqlens, binding.q.shape[0])
+
+    def _localise(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        query_cache_seqlens: torch.Tensor | None,
+        total_q: int,
+    ) -> None:
+        layout = (self.rank, self.world, self.interleave)
+        self._cache_seqlens[: cache_seqlens.shape[0]].copy_(local_lengths(cache_seqlens, *layout))
+        if query_cache_seqlens is not None:
+            self._visible[:total_q].copy_(local_lengths(query_cache_seqlens, *layout))
+        elif cu_seqlens_q is not None:
+            self._visible[:total_q].copy_(local_visible_lengths(cache_seqlens, cu_seqlens_q, total_q, *layout))
+
+    def compile(self, binding: DcpBinding) -> None:
+        """Build the local decode's kernels and warm up the merge: before the first capture. Collective."""
+        decoding.compile(binding.local)
+        self.gather_queries(binding)
+        self.merge(binding)
+
+    def run(self, binding: DcpBinding) -> None:
+        """Decode one layer of the step into the bound ``output`` and ``lse``. Collective.
+
+        Uses the local lengths of the last :meth:`localise` (or :meth:`bind`). On NCCL it only launches,
+        on the current stream, and can be captured in a CUDA graph.
+
+        Raises:
+            ContractError: in host memory, a local length or page id does not fit.
+            PeerError: a peer died or did not join.
+        """
+        self.gather_queries(binding)
+        decoding.run(binding.local)
+        self.merge(binding)
+
+    def gather_queries(self, binding: DcpBinding) -> None:
+        """The first part of :meth:`run`: all heads' queries onto every rank."""
+        local = binding.local.q
+        gathered = self._gathered[: local.numel()]
+        self._ranks.all_gather(gathered, binding.q, "queries")
+        if binding.q.shape[0] > 1:
+            total_q, own_heads, head_dim = binding.q.shape
+            by_rank = gathered.view(self.world, total_q, own_heads, head_dim).transpose(0, 1)
+            # Bytes, because copies between strides are not implemented for fp8 everywhere.
+            local.view(total_q, self.world, own_heads, head_dim).view(torch.uint8).copy_(by_rank.view(torch.uint8))
+
+    def merge(self, binding: DcpBinding) -> None:
+        """The last part of :meth:`run`: the ranks' partials into each rank's own heads."""
+        self._merge.run(binding.local.output, binding.local.lse, binding.output, binding.lse)
+
+
+def _rows(name: str, tensor: torch.Tensor, limit: int) -> int:
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[0] > limit:
+        got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ContractError(name, f"a tensor with at most {limit} rows", got)
+    return tensor.shape[0]
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(name, "a tensor", type(tensor).__name__)
+    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or tensor.device != device:
+        raise ContractError(
+            name, f"{dtype} {list(shape)} on {device}", f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
