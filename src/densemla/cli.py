@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from . import __version__, captured, presets, reporting
 from .device import usable
+from .doctor import State, examine
 from .errors import ContractError
 from .inputs import LOGITS
 from .options import PARTIAL_DTYPES, SplitOptions
@@ -178,6 +179,15 @@ def study(
         json_file.write_text(json.dumps(reporting.study_json(result, __version__), indent=1) + "\n")
     if plot is not None:
         plotting.plot_study(result, plot)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what can run here and why not (exit status 1 on a problem)."""
+    findings = examine()
+    Console().print(reporting.doctor_table(findings))
+    if any(finding.state is State.PROBLEM for finding in findings):
+        raise typer.Exit(1)
 
 
 InputFile = Annotated[Path, typer.Argument(metavar="INPUT", help="A captured step (.safetensors).")]

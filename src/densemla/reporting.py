@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from . import presets
 from .captured import LSE_TOLERANCE, CapturedStep, QueryCheck, Result
+from .doctor import Finding, State
 from .inputs import LOGITS
 from .study import ONE_SPLIT, Study, StudyRow
 
@@ -43,6 +45,16 @@ def presets_table() -> Table:
             str(preset.page_size),
             f"{preset.sm_scale:.4f}",
         )
+    return table
+
+
+_STATE_STYLES = {State.OK: "green", State.NOTE: "dim", State.PROBLEM: "bold red"}
+
+
+def doctor_table(findings: Iterable[Finding]) -> Table:
+    table = _table("what", "state", "finding", text_columns=3)
+    for finding in findings:
+        table.add_row(finding.subject, Text(finding.state, _STATE_STYLES[finding.state]), Text(finding.text))
     return table
 
 
