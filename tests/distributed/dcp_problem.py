@@ -72,9 +72,7 @@ class Problem:
 
     def shard(self, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's pages, in mixed order with NaN wherever no token lies, and its page table with rubbish."""
-        shards = [
-            rows[local_positions(len(rows), rank, world, self.interleave)] for rows in self.tokens
-        ]
+        shards = [rows[local_positions(len(rows), rank, world, self.interleave)] for rows in self.tokens]
         counts = [-(-len(rows) // PAGE) for rows in shards]
         pages = torch.full((sum(counts) + 1, PAGE, RANK + ROPE), torch.nan, dtype=self.dtype)
         table = torch.full((len(shards), max(*counts, 1) + 1), -7, dtype=torch.int32)

@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Torch is imported once, not by every worker.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "densemla.distributed", "densemla.vision"])
+_CONTEXT.set_forkserver_preload(["torch", "densemla.distributed", "densemla.vision"])
 
 FAILURES = (ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def _work(rank: int, world: int, store: str, timeout: float, cases: Sequence[Callable[[], object]], end: Connection) -> None:
+def _work(
+    rank: int, world: int, store: str, timeout: float, cases: Sequence[Callable[[], object]], end: Connection
+) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,0 +1,61 @@
+"""A rank that dies, and one that never comes: the others end with a clear error, in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+
+import gloo_workers
+import torch
+import torch.distributed as dist
+from dcp_cases import refused
+from dcp_problem import Problem
+
+from densemla.distributed import DcpDecoder, PeerError, all_gatherv
+
+TIMEOUT = 2.0
+
+
+def step_without_peer() -> tuple[str, float]:
+    """Ranks 0 and 1 decode, and 1 dies between two steps; ranks 2 and 3 gather, and 3 never comes."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(pair, timeout=timedelta(seconds=TIMEOUT)) for pair in ((0, 1), (2, 3))]
+    if rank < 2:
+        problem = Problem([50], [2])
+        decoder = DcpDecoder(problem.plan(torch.bfloat16), pairs[0])
+        binding = problem.bind(decoder)
+        decoder.run(binding)
+        dist.barrier(pairs[0])
+        if rank == 1:
+            os._exit(1)
+        return _failure(lambda: decoder.run(binding))
+    if rank == 3:
+        time.sleep(2.5 * TIMEOUT)
+        return "", 0.0
+    return _failure(lambda: all_gatherv(torch.zeros(2), 0, pairs[1]))
+
+
+def _failure(call) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        call()
+    except PeerError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+def test_the_others_end_with_a_clear_error():
+    results = gloo_workers.run(4, [step_without_peer], timeout=TIMEOUT, deadline=40)
+    assert results[1] == []
+    for rank, what in ((0, "all-gather of queries"), (2, "all-gather of shapes")):
+        passed, found = results[rank][0]
+        assert passed, found
+        message, seconds = found
+        assert re.search(rf"rank 0 of 2: the {what} failed on gloo. A peer has died", message), message
+        assert seconds < 2 * TIMEOUT
+
+
+def test_without_a_process_group():
+    assert "torchrun" in refused(lambda: all_gatherv(torch.zeros(2)), "group")
