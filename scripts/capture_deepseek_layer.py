@@ -42,7 +42,7 @@ def main(path: Path) -> None:
         num_key_value_heads=4,
         q_lora_rank=48,
         v_head_dim=8,
-        initializer_range=0.15,
+        initializer_range=0.1,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,

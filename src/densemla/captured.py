@@ -141,7 +141,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write all or nothing: a reader never sees half a file."""
     part = path.with_name(path.name + ".part")
-    data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, dict(metadata))
+    # Copies, because the format holds neither strides nor tensors that share memory.
+    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    data = save(copies, dict(metadata))
     try:
         part.write_bytes(data)
         part.replace(path)

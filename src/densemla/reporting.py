@@ -109,7 +109,7 @@ def _short(value: float) -> str:
 
 def _signed(ratio: float) -> str:
     if ratio > 10:
-        return f"x{ratio + 1:.0f}"
+        return f"x{ratio + 1:.0f}" if math.isfinite(ratio) else "new"
     # Adding 0 turns -0.0 into 0.0.
     return f"{round(ratio, 3) + 0.0:+.1%}"
 

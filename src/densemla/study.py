@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -180,7 +181,7 @@ def study(config: StudyConfig, on_step: Callable[[str], None] = lambda _: None) 
                         splits=splits.live_splits(chunks, launched, single),
                         error=error,
                         max_error=max_error,
-                        added=error / one_error - 1,
+                        added=_added(error, one_error),
                         differing=_differing(binding.output, bindings[0].output),
                         time_us=time_us,
                         gb_per_s=tokens * one_split.kv_format.row_bytes / time_us / 1e3,
@@ -247,6 +248,13 @@ def relative_errors(output: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def _errors(output: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     errors = relative_errors(output, exact)
     return float(errors.square().mean().sqrt()), float(errors.max())
+
+
+def _added(error: float, one_error: float) -> float:
+    # A request of one token is copied, without error.
+    if error == one_error:
+        return 0.0
+    return error / one_error - 1 if one_error else math.inf
 
 
 def _differing(output: torch.Tensor, other: torch.Tensor) -> float:
