@@ -102,8 +102,8 @@ def _describe(value: object) -> str:
 
 def _scale_of(kv_scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float:
     if isinstance(kv_scale, torch.Tensor):
-        if kv_scale.dtype is not torch.float32 or kv_scale.numel() != 1:
-            raise ContractError("kv_scale", "one float32", _describe(kv_scale))
+        if kv_scale.dtype is not torch.float32 or kv_scale.numel() != 1 or kv_scale.device != device:
+            raise ContractError("kv_scale", f"one float32 on {device}", f"{_describe(kv_scale)} on {kv_scale.device}")
         if kv_scale.device.type == "cpu":
             return check_scale("kv_scale", float(kv_scale))
         return kv_scale.reshape(())
@@ -118,7 +118,9 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 def _stored(latent: torch.Tensor, rope: torch.Tensor, fmt: KVFormat, scale: torch.Tensor | float) -> torch.Tensor:
     """The rows [tokens, row width] as the cache stores them."""
     if not fmt.packed:
-        rows = torch.cat((latent, rope.to(latent.dtype)) if latent.dtype == rope.dtype else (latent.float(), rope.float()), 1)
+        rows = torch.cat(
+            (latent, rope.to(latent.dtype)) if latent.dtype == rope.dtype else (latent.float(), rope.float()), 1
+        )
         return to_fp8(rows.float() / scale) if fmt.scaled else rows.to(fmt.dtype)
     records = torch.empty(latent.shape[0], fmt.row_width, dtype=torch.uint8, device=latent.device)
     values, scales, rope_out = packed_fields(records, fmt.kv_lora_rank, fmt.qk_rope_head_dim)

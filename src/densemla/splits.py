@@ -81,6 +81,7 @@ def default_num_splits(max_chunks: int, rows: int, lanes: int, limit: int) -> in
         lanes: pieces that run at once (multiprocessors, or a nominal number on the CPU).
         limit: the largest answer allowed, at least 1.
     """
+
     def cost(splits: int) -> int:
         waves = ceil_div(rows * splits, lanes)
         return waves * (ceil_div(max_chunks, splits) + _SPLIT_COST_CHUNKS)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ..caps import Caps
 
 
-def attend(q: torch.Tensor, rows: torch.Tensor, kv_lora_rank: int, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor, rows: torch.Tensor, kv_lora_rank: int, sm_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the heads of one query over its visible rows.
 
     Args:

@@ -1,4 +1,4 @@
-"""The CPU backend: torch matrix products over gathered blocks, with honest splits.
+"""The CPU decode in torch alone, for machines where the native one could not be built.
 
 A request is scanned in blocks of about a thousand tokens: its pages are gathered and widened to float32,
 then scores, softmax and values are three products over the block. A block holds several whole splits, or
@@ -11,17 +11,17 @@ Torch's intra-op threads share each product, so one request already uses all cor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..splits import CHUNK_TOKENS, ceil_div, chunks_per_split, live_chunks, live_splits
+from ...splits import CHUNK_TOKENS, ceil_div, chunks_per_split, live_chunks, live_splits
 
 if TYPE_CHECKING:
-    from ..binding import Binding, HostLengths
-    from ..caps import Caps
+    from ...binding import Binding, HostLengths
+    from ...caps import Caps
 
 BLOCK_TOKENS = 1024
 """Tokens scored at once: the widened rows (2.4 MB at 576 columns) stay in a shared cache level."""
@@ -31,9 +31,6 @@ _TILE_ROWS = 512
 
 _BLOCK_SPLITS = BLOCK_TOKENS // CHUNK_TOKENS
 """Most splits in one block."""
-
-_SPLITS = 32
-"""Default splits. The CPU gains nothing from more, but one request is then cut as on a busy GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,7 @@ class _Step:
         self.values = scratch["values"]
         self.open_values = scratch["open_values"]
         self.stats = scratch["stats"]
+        self.rows_of_merge = scratch["q_rows"].view(-1)[: self.heads * self.rank].view(self.heads, self.rank)
         self.kv_scale = 1.0 if binding.kv_scale is None else float(binding.kv_scale)
         q_scale = 1.0 if binding.q_scale is None else float(binding.q_scale)
         self.score_scale = binding.sm_scale * q_scale * self.kv_scale
@@ -215,9 +213,7 @@ class _Step:
         into.mul_(old.unsqueeze(1)).add_(values.mul_(new.unsqueeze(1)))
         into_lse.copy_(merged)
 
-    def _publish(
-        self, values: torch.Tensor, lse: torch.Tensor, split: int, begin: int, end: int, single: bool
-    ) -> None:
+    def _publish(self, values: torch.Tensor, lse: torch.Tensor, split: int, begin: int, end: int, single: bool) -> None:
         """Round once: a lone split to the output, others to the partials."""
         groups, shape = values.shape[0], (end - begin, self.heads)
         self.partial_lse[split : split + groups, begin:end].copy_(lse.unflatten(1, shape))
@@ -242,49 +238,33 @@ class _Step:
             torch.sub(lses[first : first + count], top, out=weight).exp_()
             total.add_(torch.sum(weight, 0, out=self.stats[5][:heads]))
             part = self.partial_output[first : first + count, query]
-            if part.dtype is not torch.float32:
-                part = self.values[: count * heads * self.rank].view(count, heads, self.rank).copy_(part)
-            merged.unsqueeze(1).baddbmm_(weight.T.unsqueeze(1), part.transpose(0, 1))
+            weighted = self.values[: count * heads * self.rank].view(count, heads, self.rank)
+            weighted.copy_(part).mul_(weight.unsqueeze(2))
+            merged.add_(torch.sum(weighted, 0, out=self.rows_of_merge))
         merged.div_(total.unsqueeze(1))
         self.binding.output[query].copy_(merged)
         self.binding.lse[query].copy_(top.add_(total.log_()))
 
 
-class CpuBackend:
-    name = "cpu"
-    features = frozenset(
-        {"query_cache_seqlens", "cu_seqlens_q", "active_splits", "partial_dtype", "single_split_chunks"}
-    )
-    most_splits = 4096
-
-    def refusal(self, caps: Caps) -> str | None:
-        return None if caps.device.type == "cpu" else f"it runs on the CPU, not on {caps.device}"
-
-    def occupancy(self, caps: Caps) -> tuple[int, int]:
-        return 1, _SPLITS
-
-    def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        fmt = caps.kv_format
-        rows = min(max(_TILE_ROWS // caps.num_q_heads, 1), caps.max_total_q) * caps.num_q_heads
-        gathered = (ceil_div(BLOCK_TOKENS, caps.page_size) + 1) * caps.page_size
-        space = {
-            "rows": ((gathered, caps.head_dim), torch.float32),
-            "q_rows": ((rows, caps.head_dim), torch.float32),
-            "scores": ((rows * BLOCK_TOKENS,), torch.float32),
-            "probs": ((rows * BLOCK_TOKENS,), torch.float32),
-            "values": ((_BLOCK_SPLITS * rows * caps.kv_lora_rank,), torch.float32),
-            "open_values": ((rows, caps.kv_lora_rank), torch.float32),
-            "stats": ((6, _BLOCK_SPLITS * rows), torch.float32),
-        }
-        if fmt.packed or fmt.dtype is not torch.float32:
-            space["pages"] = ((gathered, fmt.row_width), fmt.dtype)
-        return space
-
-    def compile(self, binding: Binding) -> None:
-        """Nothing to build: torch ships the products."""
-
-    def run(self, binding: Binding) -> None:
-        _Step(binding, binding.host_lengths()).run()
+def workspace(caps: Caps) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Scratch by name: the gathered pages (unless they are float32 already), their rows, and one tile's results."""
+    fmt = caps.kv_format
+    rows = min(max(_TILE_ROWS // caps.num_q_heads, 1), caps.max_total_q) * caps.num_q_heads
+    gathered = (ceil_div(BLOCK_TOKENS, caps.page_size) + 1) * caps.page_size
+    space = {
+        "rows": ((gathered, caps.head_dim), torch.float32),
+        "q_rows": ((rows, caps.head_dim), torch.float32),
+        "scores": ((rows * BLOCK_TOKENS,), torch.float32),
+        "probs": ((rows * BLOCK_TOKENS,), torch.float32),
+        "values": ((_BLOCK_SPLITS * rows * caps.kv_lora_rank,), torch.float32),
+        "open_values": ((rows, caps.kv_lora_rank), torch.float32),
+        "stats": ((6, _BLOCK_SPLITS * rows), torch.float32),
+    }
+    if fmt.packed or fmt.dtype is not torch.float32:
+        space["pages"] = ((gathered, fmt.row_width), fmt.dtype)
+    return space
 
 
-BACKEND = CpuBackend()
+def run(binding: Binding, host: HostLengths) -> None:
+    """Decode one step whose lengths have been read and checked."""
+    _Step(binding, host).run()
