@@ -44,6 +44,8 @@ BAD_CAPS = [
     ("num_splits", 0),
     ("q_dtype", torch.float64),
     ("q_dtype", "bf16"),
+    ("output_dtype", torch.float8_e4m3fn),
+    ("output_dtype", "fp32"),
     ("kv_dtype", torch.int8),
     ("kv_dtype", "nvfp4"),
     ("kv_dtype", torch.float8_e5m2),

@@ -68,6 +68,15 @@ class TestAgainstFloat64:
         assert output.dtype is (torch.bfloat16 if q_dtype is FP8 else q_dtype)
         assert_close(step, output, lse, torch.float32)
 
+    @pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_output_types(self, output_dtype: torch.dtype) -> None:
+        step = make_step([900, 130])
+        plan = densemla.plan(step.caps(output_dtype=output_dtype, partial_dtype=torch.float32, single_split_chunks=0))
+        binding = step.bind(plan)
+        densemla.run(binding)
+        assert binding.output.dtype is output_dtype
+        assert_close(step, binding.output, binding.lse, torch.float32)
+
     @pytest.mark.parametrize("queries", [[3, 3], [1, 9], [0, 5], [40, 2]])
     @pytest.mark.parametrize("threshold", [0, 100000])
     def test_many_queries_are_causal(self, queries: list[int], threshold: int) -> None:
