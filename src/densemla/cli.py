@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from . import __version__, captured, presets, reporting
 from .device import usable
 from .doctor import State, examine
+from .distributed.check import dcp_check
 from .errors import ContractError
 from .inputs import LOGITS
 from .options import PARTIAL_DTYPES, SplitOptions
@@ -249,6 +250,9 @@ def check(
     if any(query.heads_off for query in checks):
         console.print(reporting.check_table(checks, step))
         raise typer.Exit(1)
+
+
+app.command("dcp-check")(dcp_check)
 
 
 if __name__ == "__main__":
