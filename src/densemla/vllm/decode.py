@@ -49,6 +49,7 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, DenseMLAMetadata)
@@ -74,10 +75,10 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         block_table_tensor: torch.Tensor,
         seq_lens_device: torch.Tensor,
         max_seq_len: int,
-        query_start_loc_cpu: torch.Tensor,  # noqa: ARG002
+        query_start_loc_cpu: torch.Tensor,
         query_start_loc_device: torch.Tensor,
-        num_decode_tokens: int,  # noqa: ARG002
-        max_query_len: int,  # noqa: ARG002
+        num_decode_tokens: int,
+        max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> DenseMLADecodeMetadata:
         return DenseMLADecodeMetadata(
@@ -115,13 +116,20 @@ class DenseMLADecode:
             output [tokens, heads, 512] and LSE float32 [tokens, heads], natural log.
         """
         decode = attn_metadata.decode
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        # vLLM lets only blocks of one length through here when they are not causal (drafts).
+        visible = (
+            None if attn_metadata.causal else decode.seq_lens.repeat_interleave(q.shape[0] // decode.seq_lens.shape[0])
+        )
         return decode.decoder.decode(  # type: ignore[no-any-return]
-            torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
+            q,
             kv_c_and_k_pe_cache,
             decode.block_table,
             decode.seq_lens,
             decode.query_start_loc,
             sm_scale=self.scale,
             longest=decode.max_seq_len,
+            query_cache_seqlens=visible,
             kv_scale=layer._k_scale,
         )

@@ -44,7 +44,7 @@ class DenseMLABackend(MLACommonBackend):
         return [576]
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:  # noqa: ARG004
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
         return [MultipleOf(16)]
 
     @classmethod
@@ -52,12 +52,16 @@ class DenseMLABackend(MLACommonBackend):
         return block_size is None or block_size % 16 == 0
 
     @classmethod
-    def supports_compute_capability(cls, capability: object) -> bool:  # noqa: ARG003
+    def supports_compute_capability(cls, capability: object) -> bool:
         # The plan in supports_combination looks at the device itself.
         return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
         return True
 
     @classmethod
@@ -67,8 +71,8 @@ class DenseMLABackend(MLACommonBackend):
         dtype: torch.dtype,
         kv_cache_dtype: str | None,
         block_size: int | None,
-        *args: object,  # noqa: ARG003
-        **kwargs: object,  # noqa: ARG003
+        *args: object,
+        **kwargs: object,
     ) -> str | None:
         """Why no densemla backend can run this here; None when one can."""
         try:

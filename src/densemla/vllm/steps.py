@@ -16,7 +16,13 @@ from ..planning import Plan, plan
 from ..splits import CHUNK_TOKENS
 from .options import ServingOptions
 
-REQUIRED_FEATURES = ("cu_seqlens_q", "active_splits", "partial_dtype", "single_split_chunks")
+REQUIRED_FEATURES = (
+    "cu_seqlens_q",
+    "query_cache_seqlens",
+    "active_splits",
+    "partial_dtype",
+    "single_split_chunks",
+)
 """What every plan of a server must support."""
 
 
@@ -83,6 +89,7 @@ class StepDecoder:
         *,
         sm_scale: float,
         longest: int,
+        query_cache_seqlens: torch.Tensor | None = None,
         kv_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's decode. Shapes and meanings are those of :func:`densemla.bind`.
@@ -109,6 +116,7 @@ class StepDecoder:
             page_table=page_table,
             cache_seqlens=cache_seqlens,
             cu_seqlens_q=cu_seqlens_q,
+            query_cache_seqlens=query_cache_seqlens,
             kv_scale=kv_scale if chosen.supports("kv_scale") else None,
             sm_scale=sm_scale,
             active_splits=None if capturing else chosen.launch_splits(longest),
