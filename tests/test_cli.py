@@ -19,6 +19,7 @@ from densemla import captured, doctor
 from densemla.cli import app
 from densemla.options import PARTIAL_DTYPE_ENV, SINGLE_SPLIT_CHUNKS_ENV
 from densemla.presets import PRESETS
+from densemla.vllm import PluginStatus, status
 
 LAYER = Path(__file__).parent / "data" / "deepseek_v3_layer.safetensors"
 SHORT_STUDY = ("study", "--preset", "kimi-k3-tp8", "--tokens", "320,1k", "--capacity", "16k", "--repeat", "1")
@@ -83,6 +84,7 @@ def test_a_study_prints_a_table_that_fits_80_columns(short_study: tuple[str, Pat
     assert ["fp32", "-1", "=", "8", "16", "16"] in [row[:6] for row in words]
     shown = [row for row in words if row and row[0] in ("bf16", "fp32") and row[1] != "partials,"]
     assert len(shown) == sum(row["partial_dtype"] is not None for row in rows) == 16
+    assert "smaller error in 6 of 6 split cases" in text
     assert "4 of 4 rows equal the one-split run in every bit" in text
 
 
@@ -254,6 +256,7 @@ def test_doctor_says_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.__version__ in text
     for name in densemla.backends():
         assert f"backend {name} on cpu" in text
+    assert status().detail in " ".join(text.split())
     monkeypatch.setenv(SINGLE_SPLIT_CHUNKS_ENV, "many")
     text = densemla_says("doctor", columns=200, status=1).stdout
     assert f"{SINGLE_SPLIT_CHUNKS_ENV}: expected" in text
@@ -276,6 +279,7 @@ def test_doctor_judges_a_gpu(monkeypatch: pytest.MonkeyPatch, arch_list: list[st
         ("get_device_properties", FakeGPU),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(doctor, "status", lambda: PluginStatus(installed=False, active=False, detail="no vLLM"))
     text = densemla_says("doctor", columns=500, status=status).stdout
     line = next(line for line in text.splitlines() if line.split()[:1] == ["cuda:0"])
     for part in (FakeGPU.name, "32 GiB", "12.0", *arch_list):

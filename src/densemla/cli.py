@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperGroup
 
 from . import __version__, captured, presets, reporting
-from .device import usable
-from .doctor import State, examine
+from .device import current, usable
 from .distributed.check import dcp_check
+from .doctor import State, examine
 from .errors import ContractError
 from .inputs import LOGITS
 from .options import PARTIAL_DTYPES, SplitOptions
@@ -90,7 +90,8 @@ def _options(partial_dtype: str | None, single_split_chunks: int | None) -> Spli
 
 
 def _decode(input_file: Path, options: SplitOptions, backend: str, device: str) -> captured.Result:
-    output, lse = captured.load_step(input_file).to(usable(device)).decode(options, backend)
+    with current(usable(device)):
+        output, lse = captured.load_step(input_file).to(device).decode(options, backend)
     metadata = {
         "densemla": __version__,
         "torch": torch.__version__,
@@ -132,7 +133,7 @@ def study(
     kv_dtype: Annotated[str, typer.Option(help="Cache: " + ", ".join(KV_DTYPES) + ".")] = "bf16",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, or a backend from `densemla doctor`.")] = "auto",
-    repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each option; the median counts.")] = 5,
+    repeat: Annotated[int, typer.Option(min=1, help="Fewest timed runs of each option; the median counts.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error and time to this file (.png, .svg, .pdf).")] = None,

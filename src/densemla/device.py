@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -124,3 +125,8 @@ def usable(name: str) -> torch.device:
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise ContractError("device", f"cuda:0 to cuda:{torch.cuda.device_count() - 1}", repr(name))
     return device
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one inside a ``with``; nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

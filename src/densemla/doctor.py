@@ -13,6 +13,7 @@ from .device import check_arch, why_no_cuda
 from .errors import ContractError
 from .options import PARTIAL_DTYPE_ENV, SINGLE_SPLIT_CHUNKS_ENV, SplitOptions
 from .presets import PRESETS
+from .vllm import status
 
 
 class State(StrEnum):
@@ -48,7 +49,7 @@ def examine() -> list[Finding]:
     findings += on_backends
     if not any(finding.state is State.OK for finding in on_backends):
         findings.append(Finding("backends", State.PROBLEM, "none can run here"))
-    findings.append(_environment())
+    findings += [_environment(), _vllm()]
     return findings
 
 
@@ -104,3 +105,10 @@ def _environment() -> Finding:
         f"{PARTIAL_DTYPE_ENV} and {SINGLE_SPLIT_CHUNKS_ENV} give partials in "
         f"{options.partial_dtype} and threshold {options.single_split_chunks}",
     )
+
+
+def _vllm() -> Finding:
+    plugin = status()
+    if not plugin.installed:
+        return Finding("vLLM plugin", State.NOTE, plugin.detail)
+    return Finding("vLLM plugin", State.OK if plugin.active else State.PROBLEM, plugin.detail)

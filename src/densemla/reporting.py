@@ -142,6 +142,10 @@ def study_summary(study: Study) -> list[str]:
         if rows := study.split_rows(name):
             low, high = min(row.added for row in rows), max(row.added for row in rows)
             lines.append(f"{name} partials, where split: {_signed(low)} to {_signed(high)} error over one split.")
+    pairs = list(zip(study.split_rows("bf16"), study.split_rows("fp32"), strict=True))
+    if pairs:
+        below = sum(fp32.error < bf16.error for bf16, fp32 in pairs)
+        lines.append(f"fp32 partials have the smaller error in {below} of {len(pairs)} split cases.")
     if rows := study.unsplit_rows():
         equal = sum(row.differing == 0 for row in rows)
         lines.append(f"Left in one split: {equal} of {len(rows)} rows equal the one-split run in every bit.")

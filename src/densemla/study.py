@@ -16,6 +16,7 @@ from .binding import Binding, bind
 from .caps import Caps
 from .decoding import compile as compile_binding
 from .decoding import run
+from .device import current
 from .errors import ContractError
 from .inputs import LOGITS, RandomStep, random_step
 from .merging import merge
@@ -30,6 +31,8 @@ ONE_SPLIT = "all"
 
 _REFERENCE_TOKENS = 8192
 _GRAPH_REPLAYS = 20
+_TIMING_SECONDS = 0.5
+"""Time that the runs of one input get at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class StudyConfig:
         thresholds: values of ``single_split_chunks``; each is run with both partial types, beside one run
             in which one split scans everything.
         logits: keys of :data:`densemla.inputs.LOGITS`.
-        repeat: timed runs of each option; they alternate, and the median counts.
+        repeat: fewest timed runs of each option; they alternate, and the median counts. Short steps get more.
     """
 
     preset: Preset
@@ -149,6 +152,11 @@ def study(config: StudyConfig, on_step: Callable[[str], None] = lambda _: None) 
     Raises:
         ContractError: the backend can't run the preset here.
     """
+    with current(torch.device(config.device)):
+        return _study(config, on_step)
+
+
+def _study(config: StudyConfig, on_step: Callable[[str], None]) -> Study:
     one_split = config.caps(torch.float32, splits.ceil_div(config.capacity, splits.CHUNK_TOKENS))
     options: list[tuple[str | None, int | str, Caps]] = [(None, ONE_SPLIT, one_split)]
     for threshold in config.thresholds:
@@ -265,7 +273,10 @@ def _differing(output: torch.Tensor, other: torch.Tensor) -> float:
 def _time_us(bindings: Sequence[Binding], repeat: int) -> list[float]:
     """Median microseconds per run. Rounds alternate, so that the machine's mood is shared."""
     calls = [_timed_call(binding) for binding in bindings]
-    rounds = [[call() for call in calls] for _ in range(repeat)]
+    rounds: list[list[float]] = []
+    end = time.perf_counter() + _TIMING_SECONDS
+    while len(rounds) < repeat or time.perf_counter() < end:
+        rounds.append([call() for call in calls])
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
