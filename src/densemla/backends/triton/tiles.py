@@ -1,0 +1,128 @@
+"""Tile sizes from what the device has: its shared memory and its kind of matrix unit.
+
+The formula counts what the compiled kernel keeps in shared memory: the query tile, the cache blocks in
+flight, the block in its computing type where it is stored in another, and the weights. The compile tests
+hold it to what the compiler really asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ...caps import Caps
+from ...splits import ceil_div
+
+_MOST_STAGES = 5
+"""Deeper pipelines than four blocks in flight bring nothing."""
+
+_SLACK = 1024
+"""Barriers, and what alignment costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What tile sizes depend on.
+
+    Attributes:
+        capability: (major, minor).
+        shared_bytes: shared memory that one block may ask for.
+        multiprocessors: blocks that run at once, one each.
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    multiprocessors: int
+
+
+INTERPRETED = Device((8, 0), 99 * 1024, 1)
+"""What Triton's interpreter stands in for."""
+
+
+@lru_cache(maxsize=16)
+def device_of(device: torch.device) -> Device:
+    """Read a CUDA device's limits."""
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        (properties.major, properties.minor),
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Shape of one program.
+
+    Attributes:
+        block_h: query rows (queries times heads).
+        block_n: cache rows in one block; divides a chunk.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        tile_loads: whole blocks may be fetched by the tensor copy engine, where the cache allows it.
+        shared_bytes: shared memory that the kernel asks for, at most.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tile_loads: bool
+    shared_bytes: int
+
+
+def padded(width: int) -> int:
+    """Columns of a tile that holds ``width``: a power of two, at least what a matrix unit takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def rows_per_request(caps: Caps) -> int:
+    """Query rows of a request when queries are spread evenly."""
+    return caps.num_q_heads * max(1, ceil_div(caps.max_total_q, caps.max_batch))
+
+
+def converted(caps: Caps) -> bool:
+    """Whether cache rows are stored in another type than they are multiplied in."""
+    return caps.kv_format.dtype.itemsize == 1
+
+
+@lru_cache(maxsize=256)
+def choose(caps: Caps, device: Device) -> Tiles | None:
+    """The largest tiles that fit; None when none does."""
+    major = device.capability[0]
+    # Below a full tile of 64 rows, warpgroup products would mostly multiply padding.
+    wide = major in (9, 10) and rows_per_request(caps) > 16
+    block_h = 64 if wide else 16
+    # A chunk is one block where registers and shared memory hold it.
+    block_n = 64 if wide and major == 9 and not converted(caps) else 32
+    while block_n >= 16:
+        for stages in range(_MOST_STAGES, 1, -1):
+            shared = _shared_bytes(caps, block_h, block_n, stages, major if wide else 8)
+            if shared <= device.shared_bytes:
+                return Tiles(
+                    block_h,
+                    block_n,
+                    num_warps=8 if padded(caps.kv_lora_rank) > 128 else 4,
+                    num_stages=stages,
+                    tile_loads=major == 9 and not converted(caps),
+                    shared_bytes=shared,
+                )
+        block_n //= 2
+    return None
+
+
+def _shared_bytes(caps: Caps, block_h: int, block_n: int, stages: int, major: int) -> int:
+    columns = padded(caps.kv_lora_rank) + (padded(caps.qk_rope_head_dim) if caps.qk_rope_head_dim else 0)
+    block = block_n * columns * 2
+    # Warpgroup products read a block while the next arrives, so it must outlive its own turn.
+    in_flight = stages if major == 9 and not converted(caps) else stages - 1
+    total = block_h * columns * 2 + block_h * block_n * 2 + _SLACK
+    if converted(caps):
+        total += in_flight * block_n * ceil_div(caps.kv_format.row_bytes, 16) * 16 + block
+    else:
+        total += in_flight * block
+    if major == 10:
+        total += block_n * padded(caps.kv_lora_rank) * 2
+    return total
