@@ -111,7 +111,7 @@ def _scale_of(kv_scale: torch.Tensor | float | None, device: torch.device) -> to
 
 
 def to_fp8(values: torch.Tensor) -> torch.Tensor:
-    """Round to e4m3fn, saturating at +-448 (a plain cast turns larger values into NaN). NaN stays NaN."""
+    """Round to e4m3fn, saturating at +-448 (some casts of torch turn larger values into NaN). NaN stays NaN."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
