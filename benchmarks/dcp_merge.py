@@ -142,12 +142,12 @@ def localise_and_run(decoder: DcpDecoder, binding: DcpBinding) -> None:
     decoder.run(binding)
 
 
-def check_decodes(device: torch.device, found: list[str]) -> None:
+def check_decodes(device: torch.device, backend: str, found: list[str]) -> None:
     world = dist.get_world_size()
     lengths, queries = [5000, 9, 1, 700], 3
     shared = densemla.Caps(
         device=device, num_q_heads=12 * world, max_total_q=len(lengths) * queries, max_batch=len(lengths),
-        max_cache_tokens=5000,
+        max_cache_tokens=5000, backend=backend,
     )  # fmt: skip
     step = random_step(shared, lengths, queries=[queries] * len(lengths))
     for form, (name, dtype), interleave in product(FORMS, PARTIALS.items(), (1, 16)):
@@ -181,7 +181,7 @@ def check_decodes(device: torch.device, found: list[str]) -> None:
         check(f"{label}, worst error {worst:.1e}", good and worst < 1e-2, found)
 
 
-def measure(device: torch.device, tokens: int, heads: int, with_decode: bool) -> list[dict[str, object]]:
+def measure(device: torch.device, tokens: int, heads: int, backend: str, with_decode: bool) -> list[dict[str, object]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = []
     local = -(-tokens // world)
@@ -192,7 +192,7 @@ def measure(device: torch.device, tokens: int, heads: int, with_decode: bool) ->
     for queries, form, (name, dtype) in product((1, 4, 8), FORMS, PARTIALS.items()):
         caps = densemla.Caps(
             device=device, num_q_heads=heads, max_total_q=queries, max_batch=1, max_cache_tokens=local,
-            partial_dtype=dtype,
+            partial_dtype=dtype, backend=backend,
         )  # fmt: skip
         decoder = DcpDecoder(densemla.plan(caps), form=form)
         binding = decoder.bind(
@@ -210,7 +210,12 @@ def measure(device: torch.device, tokens: int, heads: int, with_decode: bool) ->
             decoder.compile(binding)
             step_us = time_us(partial(decoder.run, binding), device)
             decode_us = time_us(partial(decoding.run, binding.local), device)
-            row |= {"step_us": step_us, "decode_us": decode_us, "added_us": step_us - decode_us}
+            row |= {
+                "backend": decoder.local_plan.backend,
+                "step_us": step_us,
+                "decode_us": decode_us,
+                "added_us": step_us - decode_us,
+            }
         else:
             binding.local.output.zero_()
             binding.local.lse.zero_()
@@ -297,6 +302,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--heads", type=int, default=96)
+    parser.add_argument("--backend", default="auto", help="decode backend")
     options = parser.parse_args()
     device = join("auto", 120)
     found: list[str] = []
@@ -304,11 +310,11 @@ def main() -> None:
     check_merges(device, found)
     check_gathers(device, found)
     report["collectives"] = collectives(device, options.heads)
-    report["steps"] = measure(device, options.tokens, options.heads, with_decode=False)
+    report["steps"] = measure(device, options.tokens, options.heads, options.backend, with_decode=False)
     write(report, options.out)
     # After the first report: where the decode fails, the merge has been measured all the same.
-    check_decodes(device, found)
-    report["steps"] = measure(device, options.tokens, options.heads, with_decode=True)
+    check_decodes(device, options.backend, found)
+    report["steps"] = measure(device, options.tokens, options.heads, options.backend, with_decode=True)
     write(report, options.out)
     if dist.get_rank() == 0:
         print(markdown(report))

@@ -79,7 +79,8 @@ class DcpDecoder:
     Attributes:
         rank, world: this rank's number, and how many there are.
         own_heads: heads that each rank owns.
-        local_plan: ``plan`` with its output in the partial type and its splits pinned.
+        local_plan: ``plan`` with its output in the partial type and its splits pinned. Under
+            ``backend="auto"`` that type may need another backend than ``plan`` has.
 
     Raises:
         ContractError: on every rank, if an argument does not fit or the ranks don't agree on them.
@@ -124,7 +125,6 @@ class DcpDecoder:
                 output_dtype=plan.partial_dtype,
                 num_splits=plan.num_splits,
                 single_split_chunks=plan.single_split_chunks,
-                backend=plan.backend,
             )
         )
         heads = caps.max_total_q * caps.num_q_heads
