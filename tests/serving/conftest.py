@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Read by vLLM when it is imported, here and in its worker processes.
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+# A model this small gains nothing from threads, and loses much when the cores are busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
