@@ -43,8 +43,12 @@ def decoder(step: Step, config: object = None, **changes: Any) -> StepDecoder:
     return StepDecoder(group, ServingOptions.resolve(config, {}))
 
 
-def run(served: StepDecoder, step: Step, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = {"sm_scale": step.sm_scale, "longest": int(step.cache_seqlens.max()), **changes}
+def run(
+    served: StepDecoder, step: Step, *, longest: int | None = None, **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if longest is None:
+        longest = int(step.cache_seqlens.max())
+    arguments = {"sm_scale": step.sm_scale, "longest": longest, **changes}
     return served.decode(step.q, step.kv_cache, step.page_table, step.cache_seqlens, step.cu_seqlens_q, **arguments)
 
 
@@ -220,3 +224,21 @@ def test_status(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_entry_point_is_declared() -> None:
     (entry,) = importlib.metadata.entry_points(group=plugin.PLUGIN_GROUP, name="densemla")
     assert entry.load() is plugin.register
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_captured_step_replays_with_new_lengths_and_an_eager_steps_bits() -> None:
+    step = make_step([700, 70, 1900], queries=2, heads=16, page_size=64)
+    moved = Step(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(step).items()})
+    served = decoder(moved, device=torch.device("cuda", torch.cuda.current_device()), batch_invariant=False)
+    run(served, moved, longest=1)  # readies the plan, and with it the kernels for more splits than it launches
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, lse = run(served, moved, longest=1)
+    for lengths in ([700, 70, 1900], [2, 0, 1500], [650, 64, 3]):
+        moved.cache_seqlens.copy_(torch.tensor(lengths))
+        output.fill_(torch.nan)
+        graph.replay()
+        eager, eager_lse = run(served, moved, longest=max(lengths))
+        assert torch.equal(output, eager)
+        assert torch.equal(lse, eager_lse)

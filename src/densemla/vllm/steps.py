@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -122,7 +122,8 @@ class StepDecoder:
             active_splits=None if capturing else chosen.launch_splits(longest),
         )
         if not capturing and chosen.caps.max_total_q not in self._compiled:
-            compile(binding)
+            # With all splits, so that a later capture finds every kernel ready.
+            compile(replace(binding, active_splits=chosen.num_splits))
             self._compiled.add(chosen.caps.max_total_q)
         run(binding)
         return output, lse
