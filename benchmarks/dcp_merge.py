@@ -4,7 +4,7 @@
 
 Checks first (both forms, both partial types, empty shards full of NaN, graph replay against eager in bits,
 uneven gathers, query-sharded attention), then times a step of one request of 131072 tokens, all heads
-over each rank's share of them, for 1, 4 and 8 queries, as replays of CUDA graphs. The merge and the gather
+over each rank's share of them, for 1, 4 and 8 queries, in CUDA graphs of 20 such layers. The merge and the gather
 are measured first, without a decode. Also runs on gloo, without graphs and times.
 """
 
@@ -37,7 +37,7 @@ from densemla.vision import even_shares, query_sharded_attention
 
 PARTIALS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SM_SCALE = 192**-0.5
-REPLAYS, ROUNDS = 20, 15
+LAYERS, REPLAYS, ROUNDS = 20, 3, 11
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -48,23 +48,28 @@ def graph_or_call(call: Callable[[], None], device: torch.device) -> Callable[[]
 
 
 def time_us(call: Callable[[], None], device: torch.device) -> float:
-    """Median over rounds of REPLAYS calls in a row; the slowest rank's."""
-    call = graph_or_call(call, device)
-    call()
+    """Median over rounds, the slowest rank's. Calls follow each other inside one graph, as layers do."""
     if device.type != "cuda":
+        call()
         return math.nan
+
+    def layers() -> None:
+        for _ in range(LAYERS):
+            call()
+
+    replay = captured_graph(layers)
     times = []
     for _ in range(ROUNDS):
         dist.barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The first replay lets ranks that start apart meet.
-        call()
+        replay()
         start.record()
         for _ in range(REPLAYS):
-            call()
+            replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / REPLAYS)
+        times.append(start.elapsed_time(end) * 1e3 / (REPLAYS * LAYERS))
     slowest = torch.tensor([statistics.median(times)], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
@@ -89,10 +94,12 @@ def check_merges(device: torch.device, found: list[str]) -> None:
         merge = LseMerge(
             None, num_heads=heads, width=width, max_rows=8, partial_dtype=dtype, form=form, device=device
         )  # fmt: skip
-        mine, mine_lse = outputs[rank].to(device), lses[rank].to(device)
+        mine, mine_lse = merge.partials(rows)
+        mine.copy_(outputs[rank])
+        mine_lse.copy_(lses[rank])
         output = torch.full((rows, merge.own_heads, width), torch.nan, device=device)
         lse = torch.full((rows, merge.own_heads), torch.nan, device=device)
-        call = partial(merge.run, mine, mine_lse, output, lse, base=base)
+        call = partial(merge.run, output, lse, base=base)
         call()
         eager = output.clone(), lse.clone()
         replay = graph_or_call(call, device)
@@ -238,8 +245,8 @@ def collectives(device: torch.device, heads: int) -> list[dict[str, object]]:
         sizes = {
             "all_gather of queries, bf16": queries * own * 576 * 2,
             "all_gather of LSEs": queries * heads * 4,
-            "all_to_all of partials, bf16": queries * own * 512 * 2,
-            "all_to_all of partials, fp32": queries * own * 512 * 4,
+            "all_to_all of partials with LSEs, bf16": queries * own * 528 * 2,
+            "all_to_all of partials with LSEs, fp32": queries * own * 528 * 4,
         }
         for name, size in sizes.items():
             one = torch.zeros(size, dtype=torch.uint8, device=device)

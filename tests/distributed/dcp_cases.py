@@ -86,6 +86,13 @@ def decode_in_half_types() -> None:
         assert run_error(problem, FP32, form, backend="reference") < 3e-3
 
 
+def decode_of_fp8_queries() -> None:
+    problem = Problem([90, 20], [2, 3], dtype=BF16, seed=8)
+    problem.q = problem.q.to(torch.float8_e4m3fn)
+    for form in FORMS:
+        assert run_error(problem, FP32, form, q_dtype=torch.float8_e4m3fn) < 3e-3
+
+
 def partials_of_one_rank_are_exact() -> None:
     # A request on one rank alone is that rank's result, in bits: nothing is weighed but by 1.
     problem = Problem([16], [1], interleave=16, seed=5)
@@ -149,7 +156,10 @@ def _merge(form: str, partial: torch.Tensor, lses: torch.Tensor, base: float = m
     )  # fmt: skip
     output = torch.full((rows, merge.own_heads, width), torch.nan)
     lse = torch.full((rows, merge.own_heads), torch.nan)
-    merge.run(partial[rank].contiguous(), lses[rank].contiguous(), output, lse, base=base)
+    mine, mine_lse = merge.partials(rows)
+    mine.copy_(partial[rank])
+    mine_lse.copy_(lses[rank])
+    merge.run(output, lse, base=base)
     return all_gatherv(output, dim=1), all_gatherv(lse, dim=1)
 
 
@@ -286,6 +296,7 @@ CASES = (
     decode_follows_explicit_bounds,
     decode_where_most_ranks_are_empty,
     decode_in_half_types,
+    decode_of_fp8_queries,
     partials_of_one_rank_are_exact,
     lengths_are_read_anew,
     bits_depend_neither_on_timing_nor_on_the_batch,

@@ -127,11 +127,11 @@ def join(transport: str, timeout: float) -> torch.device:
             raise ContractError("transport", f"a GPU for each of the {local_world} ranks", torch.cuda.device_count())
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"device_id": device} if transport == "nccl" else {}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     try:
-        dist.init_process_group(
-            transport, timeout=timedelta(seconds=timeout), **({} if "RANK" in os.environ else alone)
-        )
+        dist.init_process_group(transport, timeout=timedelta(seconds=timeout), **options)
     except RuntimeError as error:
         raise PeerError(
             f"the ranks did not meet within {timeout:g} s. Start all of them, with one MASTER_ADDR and MASTER_PORT "

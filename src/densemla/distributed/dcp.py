@@ -131,8 +131,6 @@ class DcpDecoder:
         device = caps.device
         self._gathered = torch.empty(heads * caps.head_dim, dtype=caps.q_dtype, device=device)
         self._q = torch.empty_like(self._gathered)
-        self._output = torch.empty(heads * caps.kv_lora_rank, dtype=plan.partial_dtype, device=device)
-        self._lse = torch.empty(heads, dtype=torch.float32, device=device)
         self._cache_seqlens = torch.empty(caps.max_batch, dtype=torch.int32, device=device)
         self._visible = torch.empty(caps.max_total_q, dtype=torch.int32, device=device)
         self._scratch = self.local_plan.empty_scratch()
@@ -227,14 +225,15 @@ class DcpDecoder:
         shape = (total_q, caps.num_q_heads)
         # With one row the gathered layout [world, 1, own_heads] is already [1, num_q_heads].
         queries = self._gathered if total_q == 1 else self._q
+        partial_output, partial_lse = self._merge.partials(total_q)
         plain = cu_seqlens_q is None and query_cache_seqlens is None
         local = bind(
             self.local_plan,
             scratch=self._scratch,
             q=queries[: heads * caps.head_dim].view(*shape, caps.head_dim),
             kv_cache=kv_cache,
-            output=self._output[: heads * caps.kv_lora_rank].view(*shape, caps.kv_lora_rank),
-            lse=self._lse[:heads].view(shape),
+            output=partial_output,
+            lse=partial_lse,
             page_table=page_table,
             cache_seqlens=self._cache_seqlens[:batch],
             cu_seqlens_q=cu_seqlens_q,
@@ -294,12 +293,11 @@ class DcpDecoder:
         if binding.q.shape[0] > 1:
             total_q, own_heads, head_dim = binding.q.shape
             by_rank = gathered.view(self.world, total_q, own_heads, head_dim).transpose(0, 1)
-            # Bytes, because copies between strides are not implemented for fp8 everywhere.
-            local.view(total_q, self.world, own_heads, head_dim).view(torch.uint8).copy_(by_rank.view(torch.uint8))
+            local.view(total_q, self.world, own_heads, head_dim).copy_(by_rank)
 
     def merge(self, binding: DcpBinding) -> None:
         """The last part of :meth:`run`: the ranks' partials into each rank's own heads."""
-        self._merge.run(binding.local.output, binding.local.lse, binding.output, binding.lse)
+        self._merge.run(binding.output, binding.lse)
 
 
 def _rows(name: str, tensor: torch.Tensor, limit: int) -> int:

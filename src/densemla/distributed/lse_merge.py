@@ -26,19 +26,21 @@ import torch.distributed as dist
 from ..errors import ContractError
 from ..merging import merge
 from ..options import check_partial_dtype
+from ..splits import ceil_div
 from .collectives import Group
 
 Form = Literal["all_to_all", "reduce_scatter"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
-_ALIGN = 16
+_PAD = 16
+"""Elements behind a row that its LSE travels in; and what rows are a multiple of, for wide stores."""
 
 
 class LseMerge:
     """Buffers and arithmetic of a merge across ranks; usable with any attention kernel.
 
-    All buffers are allocated here; :meth:`run` allocates none on CUDA (on the CPU its products are torch
-    temporaries) and can be captured in a CUDA graph on NCCL. Every rank calls with the same ``rows``.
+    Write a step's partial results into the tensors of :meth:`partials`, then :meth:`run`. All buffers are
+    allocated here; on CUDA :meth:`run` allocates nothing and on NCCL it can be captured in a CUDA graph.
 
     Args:
         group: process group; None is the default one. Rank ``r`` owns heads ``[r * n, (r + 1) * n)``, with
@@ -81,77 +83,76 @@ class LseMerge:
         if device.type == "cuda":
             # Not at the top: Triton is there only where there is a GPU.
             self._kernels = importlib.import_module(f"{__package__}.merge_kernels")
-        message = self._message_bytes(max_rows)
-        self._send = torch.empty(world * message, dtype=torch.uint8, device=device)
-        if form == "all_to_all":
-            self._received = torch.empty_like(self._send)
-        else:
-            self._received = torch.empty(message, dtype=torch.uint8, device=device)
+        in_message = form == "all_to_all"
+        self._stride = ceil_div(width, _PAD) * _PAD + _PAD if in_message else width
+        size = max_rows * num_heads * self._stride
+        self._partials = torch.empty(size, dtype=self.partial_dtype, device=device)
+        self._send = torch.empty_like(self._partials)
+        self._received = torch.empty(size if in_message else size // world, dtype=self.partial_dtype, device=device)
+        if not in_message:
+            self._lse = torch.empty(max_rows * num_heads, dtype=torch.float32, device=device)
             self._lses = torch.empty(world * max_rows * num_heads, dtype=torch.float32, device=device)
 
-    def _message_bytes(self, rows: int) -> int:
-        """What one rank sends another: its partials and, in the all-to-all form, their LSEs behind them."""
-        outputs = self._aligned(rows * self.own_heads * self.width * self.partial_dtype.itemsize)
-        return outputs + self._aligned(rows * self.own_heads * 4) if self.form == "all_to_all" else outputs
+    def partials(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where this rank's partial results of a step of ``rows`` queries go, before :meth:`run`.
 
-    @staticmethod
-    def _aligned(size: int) -> int:
-        return -(-size // _ALIGN) * _ALIGN
+        Returns:
+            ``(output, lse)``: [rows, num_heads, width] in the partial type, normalised by its own sum, and
+            float32 [rows, num_heads]. In the all-to-all form both lie in the messages to be sent, with
+            strides: an LSE directly behind its output.
+        """
+        if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows <= self.max_rows:
+            raise ContractError("rows", f"an int in [0, max_rows = {self.max_rows}]", repr(rows))
+        shape = (rows, self.num_heads)
+        whole = self._cut(self._partials, *shape)
+        if self.form == "all_to_all":
+            return self._fields(whole)
+        return whole, self._lse[: rows * self.num_heads].view(shape)
 
-    def _messages(self, buffer: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``buffer`` cut for ``rows``: its bytes [world, message], outputs [world, rows, own_heads, width], LSEs."""
-        size = self._message_bytes(rows)
-        whole = buffer[: self.ranks.world * size].view(self.ranks.world, size)
-        cut = rows * self.own_heads * self.width * self.partial_dtype.itemsize
-        outputs = whole[:, :cut].view(self.partial_dtype).view(-1, rows, self.own_heads, self.width)
-        start = self._aligned(cut)
-        lses = whole[:, start : start + rows * self.own_heads * 4].view(torch.float32)
-        return whole, outputs, lses.view(-1, rows, self.own_heads)
+    def _cut(self, buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+        """The beginning of ``buffer`` as rows of this form's stride: [*shape, stride]."""
+        return buffer[: math.prod(shape) * self._stride].view(*shape, self._stride)
 
-    def run(
-        self,
-        partial_output: torch.Tensor,
-        partial_lse: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        base: float = math.e,
-    ) -> None:
-        """Merge one step's partials into ``output`` and ``lse``.
+    def _fields(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [..., width] and LSEs [...] of message rows [..., stride]."""
+        lses = rows.view(torch.float32)
+        return rows[..., : self.width], lses[..., lses.shape[-1] - _PAD * self.partial_dtype.itemsize // 4]
+
+    def run(self, output: torch.Tensor, lse: torch.Tensor, *, base: float = math.e) -> None:
+        """Merge the ranks' :meth:`partials` of ``len(output)`` rows into each rank's own heads. Collective.
 
         A rank whose LSE is -inf (or +inf, as some kernels publish it) saw no key: its output, NaN
         included, is dropped. Where every rank is empty the result is exactly 0 and -inf.
 
         Args:
-            partial_output: [rows, num_heads, width] in the partial type, contiguous; this rank's result
-                over its shard, normalised by its own sum.
-            partial_lse: float32 [rows, num_heads], contiguous, logarithm to ``base``.
             output: [rows, own_heads, width], any float dtype, last stride 1; written.
-            lse: float32 [rows, own_heads]; written; **natural log** whatever ``base`` was.
-            base: ``math.e`` (all of densemla) or 2 (kernels that use exp2).
+            lse: float32 [rows, own_heads]; written; **natural log** whatever ``base`` is.
+            base: of the logarithm in the partials' LSEs: ``math.e`` (all of densemla) or 2 (kernels that use
+                exp2).
 
         Raises:
             ContractError: a tensor or ``base`` does not fit. On this rank alone.
             PeerError: a peer died or did not join.
         """
-        self._check(partial_output, partial_lse, output, lse, base)
-        if partial_output.shape[0] == 0:
+        self._check(output, lse, base)
+        if output.shape[0] == 0:
             return
-        form = self._all_to_all if self.form == "all_to_all" else self._reduce_scatter
-        form(partial_output, partial_lse, output, lse, base)
-
-    def _all_to_all(
-        self, partial: torch.Tensor, partial_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, base: float
-    ) -> None:
-        rows = partial.shape[0]
-        message, send_outputs, send_lses = self._messages(self._send, rows)
-        received, outputs, lses = self._messages(self._received, rows)
-        if self._kernels:
-            self._kernels.pack(partial, partial_lse, send_outputs, send_lses)
+        if self.form == "all_to_all":
+            self._all_to_all(output, lse, base)
         else:
-            send_outputs.copy_(self._by_owner(partial))
-            send_lses.copy_(self._by_owner(partial_lse))
-        self.ranks.all_to_all(received, message, "partial outputs")
+            self._reduce_scatter(output, lse, base)
+
+    def _all_to_all(self, output: torch.Tensor, lse: torch.Tensor, base: float) -> None:
+        world, rows, own = self.ranks.world, output.shape[0], self.own_heads
+        sent = self._cut(self._partials, rows, self.num_heads)
+        if rows > 1:
+            # By receiver. One row is in that order already.
+            by_owner = self._by_owner(sent)
+            sent = self._cut(self._send, world, rows, own)
+            sent.view(torch.int64).copy_(by_owner.view(torch.int64))
+        received = self._cut(self._received, world, rows, own)
+        self.ranks.all_to_all(received, sent, "partial outputs")
+        outputs, lses = self._fields(received)
         if self._kernels:
             self._kernels.merge_received(outputs, lses, output, lse, base)
         else:
@@ -160,15 +161,12 @@ class LseMerge:
             output.copy_(merged)
             lse.copy_(merged_lse)
 
-    def _reduce_scatter(
-        self, partial: torch.Tensor, partial_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, base: float
-    ) -> None:
-        world, rank, rows = self.ranks.world, self.ranks.rank, partial.shape[0]
+    def _reduce_scatter(self, output: torch.Tensor, lse: torch.Tensor, base: float) -> None:
+        world, rank, rows, own = self.ranks.world, self.ranks.rank, output.shape[0], self.own_heads
+        partial, partial_lse = self.partials(rows)
         lses = self._lses[: world * rows * self.num_heads].view(world, rows, self.num_heads)
         self.ranks.all_gather(lses, partial_lse, "LSEs")
-        size = rows * self.own_heads * self.width
-        weighted = self._send.view(self.partial_dtype)[: world * size].view(world, rows, self.own_heads, self.width)
-        total = self._received.view(self.partial_dtype)[:size].view(rows, self.own_heads, self.width)
+        weighted = self._cut(self._send, world, rows, own)
         if self._kernels:
             self._kernels.weigh(partial, lses, rank, weighted, lse, base)
         else:
@@ -177,6 +175,7 @@ class LseMerge:
             scaled = torch.where((weight == 0).unsqueeze(-1), 0.0, partial.float() * weight.unsqueeze(-1))
             weighted.copy_(self._by_owner(scaled))
             lse.copy_(self._by_owner(merged_lse)[rank])
+        total = self._cut(self._received, rows, own)
         self.ranks.reduce_scatter(total, weighted, "weighted partials")
         output.copy_(total)
 
@@ -185,28 +184,23 @@ class LseMerge:
         rows, _, *rest = tensor.shape
         return tensor.reshape(rows, self.ranks.world, self.own_heads, *rest).transpose(0, 1)
 
-    def _check(
-        self, partial: torch.Tensor, partial_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, base: float
-    ) -> None:
+    def _check(self, output: torch.Tensor, lse: torch.Tensor, base: float) -> None:
         if base not in (math.e, 2):
             raise ContractError("base", "math.e or 2", repr(base))
-        rows = partial.shape[0] if isinstance(partial, torch.Tensor) and partial.dim() else -1
+        rows = output.shape[0] if isinstance(output, torch.Tensor) and output.dim() else -1
         if not 0 <= rows <= self.max_rows:
-            raise ContractError("partial_output", f"at most max_rows = {self.max_rows} rows", rows)
-        for name, tensor, dtype, shape in (
-            ("partial_output", partial, self.partial_dtype, (rows, self.num_heads, self.width)),
-            ("partial_lse", partial_lse, torch.float32, (rows, self.num_heads)),
-            ("output", output, None, (rows, self.own_heads, self.width)),
-            ("lse", lse, torch.float32, (rows, self.own_heads)),
+            raise ContractError("output", f"a tensor of at most max_rows = {self.max_rows} rows", rows)
+        for name, tensor, shape in (
+            ("output", output, (rows, self.own_heads, self.width)),
+            ("lse", lse, output.shape[:2]),
         ):
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape or tensor.device != self.device:
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.device != self.device:
                 got = f"{list(tensor.shape)} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
                 raise ContractError(name, f"{list(shape)} on {self.device}", got)
-            if tensor.dtype is not dtype if dtype is not None else not tensor.is_floating_point():
-                raise ContractError(name, str(dtype or "a float dtype"), tensor.dtype)
-        for name, tensor in (("partial_output", partial), ("partial_lse", partial_lse)):
-            if not tensor.is_contiguous():
-                raise ContractError(name, "a contiguous tensor", f"strides {tensor.stride()}")
+        if not output.is_floating_point() or (self.width > 1 and output.stride(-1) != 1):
+            raise ContractError("output", "a float dtype, last stride 1", f"{output.dtype}, strides {output.stride()}")
+        if lse.dtype is not torch.float32:
+            raise ContractError("lse", "float32", lse.dtype)
 
 
 def _weights(lses: torch.Tensor, rank: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,34 +39,21 @@ def _top_and_total(lses, stride, ln_base, WORLD: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _pack_kernel(
-    partial, partial_lse, outputs, lses, outputs_stride, lses_stride,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-):
-    pid = tl.program_id(0).to(tl.int64)
-    row, head = pid // HEADS, pid % HEADS
-    owner, slot = head // OWN, row * OWN + head % OWN
-    cols = tl.arange(0, BLOCK)
-    inside = cols < WIDTH
-    values = tl.load(partial + pid * WIDTH + cols, mask=inside)
-    tl.store(outputs + owner * outputs_stride + slot * WIDTH + cols, values, mask=inside)
-    tl.store(lses + owner * lses_stride + slot, tl.load(partial_lse + pid))
-
-
-@triton.jit
 def _merge_kernel(
-    outputs, lses, outputs_stride, lses_stride, output, lse, output_row, output_head, lse_row, lse_head, ln_base,
+    outputs, lses, outputs_source, outputs_slot, lses_source, lses_slot,
+    output, lse, output_row, output_head, lse_row, lse_head, ln_base,
     WORLD: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     row, head = slot // OWN, slot % OWN
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH
-    top, total = _top_and_total(lses + slot, lses_stride, ln_base, WORLD)
+    top, total = _top_and_total(lses + slot * lses_slot, lses_source, ln_base, WORLD)
     merged = tl.zeros((BLOCK,), dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        part_lse = _natural(tl.load(lses + slot + source * lses_stride), ln_base)
-        part = tl.load(outputs + source * outputs_stride + slot * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+        part_lse = _natural(tl.load(lses + source * lses_source + slot * lses_slot), ln_base)
+        row_of_part = outputs + source * outputs_source + slot * outputs_slot
+        part = tl.load(row_of_part + cols, mask=inside, other=0.0).to(tl.float32)
         # Dropped, not multiplied by 0: an empty shard may hold NaN.
         merged += tl.where(part_lse == float("-inf"), 0.0, part) * tl.exp(part_lse - top)
     merged = merged / tl.where(total == 0.0, 1.0, total)
@@ -101,23 +88,14 @@ def _ln(base: float) -> float:
     return _LN2 if base == 2 else 1.0
 
 
-def pack(partial: torch.Tensor, partial_lse: torch.Tensor, outputs: torch.Tensor, lses: torch.Tensor) -> None:
-    """Partials [rows, num_heads, width] and LSEs into the messages' [world, rows, own_heads, width] and LSEs."""
-    rows, heads, width = partial.shape
-    _pack_kernel[(rows * heads,)](
-        partial, partial_lse, outputs, lses, outputs.stride(0), lses.stride(0),
-        WIDTH=width, HEADS=heads, OWN=outputs.shape[2], BLOCK=triton.next_power_of_2(width),
-    )
-
-
 def merge_received(
     outputs: torch.Tensor, lses: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, base: float
 ) -> None:
     """Merge [world, rows, own_heads, width] into ``output`` [rows, own_heads, width] and natural-log ``lse``."""
     world, rows, own, width = outputs.shape
+    strides = outputs.stride(0), outputs.stride(2), lses.stride(0), lses.stride(2)
     _merge_kernel[(rows * own,)](
-        outputs, lses, outputs.stride(0), lses.stride(0), output, lse,
-        output.stride(0), output.stride(1), lse.stride(0), lse.stride(1), _ln(base),
+        outputs, lses, *strides, output, lse, *output.stride()[:2], *lse.stride(), _ln(base),
         WORLD=world, WIDTH=width, OWN=own, BLOCK=triton.next_power_of_2(width),
     )
 
@@ -128,7 +106,6 @@ def weigh(
     """``rank``'s partials times their share of the sum, by owner; and the natural-log LSE of its own heads."""
     rows, heads, width = partial.shape
     _weigh_kernel[(rows * heads,)](
-        partial, lses, weighted, lse, lses.stride(0), weighted.stride(0), lse.stride(0), lse.stride(1),
-        rank, _ln(base),
+        partial, lses, weighted, lse, lses.stride(0), weighted.stride(0), *lse.stride(), rank, _ln(base),
         WORLD=lses.shape[0], WIDTH=width, HEADS=heads, OWN=weighted.shape[2], BLOCK=triton.next_power_of_2(width),
     )
