@@ -295,5 +295,5 @@ def forward(
         out_rows = output + query * output_stride + head * output_head_stride
         tl.store(out_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=mask)
     else:
-        out_rows = partial_output + partial_row * kv_lora_rank
-        tl.store(out_rows[:, None] + columns[None, :], acc.to(partial_output.dtype.element_ty), mask=mask)
+        partial_rows = partial_output + partial_row * kv_lora_rank
+        tl.store(partial_rows[:, None] + columns[None, :], acc.to(partial_output.dtype.element_ty), mask=mask)

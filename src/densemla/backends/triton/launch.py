@@ -15,10 +15,13 @@ from ...kv_formats import PACKED
 from ...splits import ceil_div
 from . import forward as forward_kernel
 from .merge import merge
-from .tiles import Device, Tiles, padded
+from .tiles import NATIVE_FP8, Device, Tiles, padded
 
-_BLOCK_S = 16
-"""Partials that a merge program reads at once."""
+_MERGE_ELEMENTS = 4096
+"""Partial values that a merge program reads at once: 32 for each of its threads."""
+
+_MOST_PARTIALS = 32
+"""Partials of one row among them."""
 
 _MERGE_PROGRAMS_PER_MULTIPROCESSOR = 16
 """Beyond this many, merge programs take several heads each: starting one costs as much as a row."""
@@ -34,7 +37,9 @@ def launch(binding: Binding, tiles: Tiles, device: Device) -> None:
     forward_kernel.forward[grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     if chained:
         arguments = merge_arguments(binding, device)
-        grid = (binding.total_q * ceil_div(binding.plan.caps.num_q_heads, arguments["heads_each"]),)
+        caps = binding.plan.caps
+        rows = binding.total_q * ceil_div(caps.num_q_heads, arguments["heads_each"])
+        grid = (rows, ceil_div(caps.kv_lora_rank, arguments["COLUMNS"]))
         options = {"launch_pdl": True} if arguments["DEPENDENT"] else {}
         merge[grid](**arguments, num_warps=4, **options)
 
@@ -74,7 +79,6 @@ def _lengths(binding: Binding) -> dict[str, Any]:
         "lse_head_stride": binding.lse.stride(1),
         "num_heads": caps.num_q_heads,
         "kv_lora_rank": caps.kv_lora_rank,
-        "RANK": padded(caps.kv_lora_rank),
         "EXPLICIT": binding.query_cache_seqlens is not None,
     }
 
@@ -115,10 +119,11 @@ def forward_arguments(
         "page_size": caps.page_size,
         "BLOCK_H": tiles.block_h,
         "BLOCK_N": tiles.block_n,
+        "RANK": padded(caps.kv_lora_rank),
         "ROPE": rope,
         "DTYPE": _computing_type(caps),
         "FORMAT": stored,
-        "NATIVE_FP8": capability >= (8, 9),
+        "NATIVE_FP8": capability >= NATIVE_FP8,
         "FP8_Q": fp8_q,
         "ONE_QUERY": one_query(binding),
         "MIXED": caps.max_total_q > 1 and caps.num_q_heads % tiles.block_h != 0,
@@ -130,13 +135,20 @@ def forward_arguments(
 
 def merge_arguments(binding: Binding, device: Device) -> dict[str, Any]:
     """Arguments of the merge kernel by name."""
-    rows = binding.total_q * binding.plan.caps.num_q_heads
+    plan = binding.plan
+    rows = binding.total_q * plan.caps.num_q_heads
+    partials = min(_power_of_two(plan.num_splits), _MOST_PARTIALS)
     programs = device.multiprocessors * _MERGE_PROGRAMS_PER_MULTIPROCESSOR
     return _lengths(binding) | {
-        "heads_each": min(ceil_div(rows, programs), binding.plan.caps.num_q_heads),
-        "BLOCK_S": _BLOCK_S,
+        "heads_each": min(ceil_div(rows, programs), plan.caps.num_q_heads),
+        "COLUMNS": min(padded(plan.caps.kv_lora_rank), _MERGE_ELEMENTS // partials),
+        "BLOCK_S": partials,
         "DEPENDENT": device.capability >= (9, 0),
     }
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _computing_type(caps: Caps) -> tl.dtype:

@@ -18,6 +18,9 @@ from ...splits import ceil_div
 _MOST_STAGES = 5
 """Deeper pipelines than four blocks in flight bring nothing."""
 
+NATIVE_FP8 = (8, 9)
+"""First capability that converts e4m3 in hardware."""
+
 _SLACK = 1024
 """Barriers, and what alignment costs."""
 
@@ -91,38 +94,39 @@ def converted(caps: Caps) -> bool:
 @lru_cache(maxsize=256)
 def choose(caps: Caps, device: Device) -> Tiles | None:
     """The largest tiles that fit; None when none does."""
-    major = device.capability[0]
-    # Below a full tile of 64 rows, warpgroup products would mostly multiply padding.
-    wide = major in (9, 10) and rows_per_request(caps) > 16
+    # Warpgroup products take tiles of 64 rows; below, they would mostly multiply padding. Elsewhere (10.x
+    # too, whose own matrix unit was never measured) warps multiply tiles of 16.
+    wide = device.capability[0] == 9 and rows_per_request(caps) > 16
     block_h = 64 if wide else 16
-    # A chunk is one block where registers and shared memory hold it.
-    block_n = 64 if wide and major == 9 and not converted(caps) else 32
-    while block_n >= 16:
-        for stages in range(_MOST_STAGES, 1, -1):
-            shared = _shared_bytes(caps, block_h, block_n, stages, major if wide else 8)
-            if shared <= device.shared_bytes:
-                return Tiles(
-                    block_h,
-                    block_n,
-                    num_warps=8 if padded(caps.kv_lora_rank) > 128 else 4,
-                    num_stages=stages,
-                    tile_loads=major == 9 and not converted(caps),
-                    shared_bytes=shared,
-                )
-        block_n //= 2
+    for least_stages in (2,) if wide else (3, 2):
+        for block_n in _block_sizes(caps, device, wide):
+            for stages in range(_MOST_STAGES, least_stages - 1, -1):
+                shared = _shared_bytes(caps, block_h, block_n, stages, wide)
+                if shared <= device.shared_bytes:
+                    return Tiles(
+                        block_h,
+                        block_n,
+                        num_warps=8 if padded(caps.kv_lora_rank) > 128 else 4,
+                        num_stages=stages,
+                        tile_loads=device.capability[0] == 9 and not converted(caps),
+                        shared_bytes=shared,
+                    )
     return None
 
 
-def _shared_bytes(caps: Caps, block_h: int, block_n: int, stages: int, major: int) -> int:
+def _block_sizes(caps: Caps, device: Device, wide: bool) -> tuple[int, ...]:
+    """Cache rows in a block, largest first. Rows are converted in registers, which must hold them too."""
+    if caps.kv_format.packed:
+        return (32, 16) if device.capability >= NATIVE_FP8 else (16,)
+    return (64, 32, 16) if wide or not converted(caps) else (32, 16)
+
+
+def _shared_bytes(caps: Caps, block_h: int, block_n: int, stages: int, wide: bool) -> int:
     columns = padded(caps.kv_lora_rank) + (padded(caps.qk_rope_head_dim) if caps.qk_rope_head_dim else 0)
     block = block_n * columns * 2
     # Warpgroup products read a block while the next arrives, so it must outlive its own turn.
-    in_flight = stages if major == 9 and not converted(caps) else stages - 1
+    in_flight = stages if wide and not converted(caps) else stages - 1
     total = block_h * columns * 2 + block_h * block_n * 2 + _SLACK
     if converted(caps):
-        total += in_flight * block_n * ceil_div(caps.kv_format.row_bytes, 16) * 16 + block
-    else:
-        total += in_flight * block
-    if major == 10:
-        total += block_n * padded(caps.kv_lora_rank) * 2
-    return total
+        return total + in_flight * block_n * ceil_div(caps.kv_format.row_bytes, 16) * 16 + block
+    return total + in_flight * block
