@@ -60,6 +60,11 @@ def decode_of_one_query_each() -> None:
         assert run_error(Problem([70], [1], seed=2), FP32, form) < 2e-6
 
 
+def decode_of_no_query() -> None:
+    for form in FORMS:
+        assert run_error(Problem([70, 3], [0, 0]), FP32, form) == 0
+
+
 def decode_follows_explicit_bounds() -> None:
     for interleave in (1, 2, 4):
         problem = Problem([10, 40], [3, 3], interleave=interleave, bounds=[8, 9, 10, 40, 0, 17], seed=interleave)
@@ -293,6 +298,7 @@ def gatherv_refuses_on_every_rank() -> None:
 CASES = (
     decode_matches_float64,
     decode_of_one_query_each,
+    decode_of_no_query,
     decode_follows_explicit_bounds,
     decode_where_most_ranks_are_empty,
     decode_in_half_types,

@@ -49,8 +49,10 @@ class Problem:
             attend(self.q[row].double(), self.tokens[i][:bound].double(), RANK, SM_SCALE)
             for row, (i, bound) in enumerate(zip(requests, self.visible, strict=True))
         ]
-        outputs, lses = zip(*results, strict=True)
-        return torch.stack(outputs), torch.stack(lses)
+        output, lse = torch.zeros(len(self.q), HEADS, RANK).double(), torch.zeros(len(self.q), HEADS).double()
+        for row, (right, right_lse) in enumerate(results):
+            output[row], lse[row] = right, right_lse
+        return output, lse
 
     def plan(self, partial_dtype: torch.dtype, **options: object) -> densemla.Plan:
         capacity = max(*self.lengths, 1)
