@@ -1,4 +1,4 @@
-"""What can be said about the GPU backend without a GPU: its wiring into vLLM, and its decode over stand-ins."""
+"""The GPU backend without a GPU: its wiring into vLLM, its decode over stand-ins, and in an engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Reference, engine, greedy, recorded_decodes, tokens
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -17,12 +18,15 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import densemla.vllm
+from densemla.vllm import cpu
 from densemla.vllm.cpu import DenseMLACPUBackend, DenseMLACPUImpl
 from densemla.vllm.decode import DenseMLADecode, DenseMLADecodeMetadata, DenseMLAMetadata, DenseMLAMetadataBuilder
 from densemla.vllm.gpu import DenseMLABackend, DenseMLAImpl
@@ -173,3 +177,32 @@ def test_the_decode_hook_over_stand_ins(whole: bool, causal: bool) -> None:
     want, want_lse = step.oracle()
     assert (output - want).norm() < 1e-5 * want.norm()
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-4)
+
+
+def test_the_gpu_classes_serve_in_a_real_engine(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU platform, made to honour the option; only the cache writer, a CUDA operator, is replaced."""
+
+    def chosen(cls: type, selected_backend: AttentionBackendEnum, *_: object, **__: object) -> str:
+        del cls
+        return selected_backend.get_path()
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(chosen))
+    monkeypatch.setattr(DenseMLAImpl, "do_kv_cache_update", CPUMLAImpl.do_kv_cache_update)
+    with recorded_decodes() as calls, engine(reference, attention_backend="DENSEMLA") as llm:
+        assert tokens(greedy(llm, reference.prompts)) == reference.answers
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert {type(layer.impl) for layer in layers} == {DenseMLAImpl}
+    assert calls
+
+
+@pytest.mark.parametrize(("heads", "rotary_op", "warned"), [(4, True, True), (4, False, False), (1, True, False)])
+def test_the_cpu_backend_warns_of_vllms_rotary_fault(
+    heads: int, rotary_op: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = SimpleNamespace(is_custom_op_enabled=lambda name: name == "rotary_embedding" and rotary_op)
+    monkeypatch.setattr(cpu, "get_current_vllm_config", lambda: SimpleNamespace(compilation_config=compilation))
+    monkeypatch.setattr(CPUMLAImpl, "__init__", lambda self, num_heads: setattr(self, "num_heads", num_heads))
+    said: list[str] = []
+    monkeypatch.setattr(cpu.logger, "warning_once", said.append)
+    DenseMLACPUImpl(heads)
+    assert [("-rotary_embedding" in line) for line in said] == [True] * warned
