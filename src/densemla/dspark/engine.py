@@ -10,7 +10,7 @@ import torch
 
 from .kv_pool import KVPool
 from .model import BlockStep, DSparkDraft, PagedDraft
-from .protocol import NEEDS_RESET, OK, Geometry, Item
+from .protocol import NEEDS_RESET, OK, Geometry, Item, geometry_of
 
 Key = tuple[int, int]
 """Session and the verifier's number of a request."""
@@ -75,15 +75,7 @@ class DraftEngine:
         self.max_batch = max_batch
         self.max_positions = min(config.max_position_embeddings, self.pool.capacity)
         self.max_rows = max_rows
-        self.geometry = Geometry(
-            checkpoint=checkpoint,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            target_hidden_size=config.target_hidden_size,
-            num_context_layers=len(config.target_layer_ids),
-            block_size=config.block_size,
-            depth=config.block_size if depth is None else min(depth, config.block_size),
-        )
+        self.geometry = geometry_of(config, checkpoint, depth)
 
     def draft(
         self, session: int, items: Sequence[Item], frames: Sequence[memoryview]

@@ -18,7 +18,7 @@ from .config import MLAConfig, RopeConfig
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, q [..., T, heads, kv_lora_rank + rope], latent [..., T, kv_lora_rank], rope [..., T, rope]) ->
-[..., T, heads, kv_lora_rank]``: stores the rows where it keeps them, then attends."""
+[..., T, heads, >= kv_lora_rank]``: stores the rows where it keeps them, then attends."""
 
 
 class RMSNorm(nn.Module):
@@ -121,7 +121,7 @@ class MLAAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         seen = attend(self.index, self.query(hidden, positions), *self.latent(hidden, positions))
-        value = torch.einsum("...hr,hvr->...hv", seen, self._up()[1])
+        value = torch.einsum("...hr,hvr->...hv", seen[..., : self.rank], self._up()[1])
         projected: torch.Tensor = self.o_proj(value.flatten(-2))
         return projected
 
@@ -165,19 +165,39 @@ def attend_dense(mask: torch.Tensor, sm_scale: float) -> Attend:
     """Attention of a whole batch of sequences under a mask; differentiable, keeps nothing.
 
     Args:
-        mask: bool [..., T, T], True where query (row) sees key (column).
+        mask: bool [T, T], True where query (row) sees key (column).
         sm_scale: factor on the scores.
     """
 
     def attend(_layer: int, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        keys = torch.cat((latent, rope), -1).unsqueeze(-3)
-        seen = F.scaled_dot_product_attention(
-            q.transpose(-3, -2),
-            keys.expand(*q.shape[:-3], q.shape[-2], *keys.shape[-2:]),
-            latent.unsqueeze(-3).expand(*q.shape[:-3], q.shape[-2], *latent.shape[-2:]),
-            attn_mask=mask.unsqueeze(-3),
-            scale=sm_scale,
-        )
-        return seen.transpose(-3, -2)
+        return _masked(q, torch.cat((latent, rope), -1), mask, sm_scale)
 
     return attend
+
+
+def attend_cached(cache: torch.Tensor, begin: int, mask: torch.Tensor, sm_scale: float) -> Attend:
+    """Attention of a batch that grows in step, over rows kept in ``cache``.
+
+    Args:
+        cache: [layers, B, longest, kv_lora_rank + rope]; rows from ``begin`` on are written.
+        begin: tokens already in it.
+        mask: bool [T, begin + T] for T new tokens.
+        sm_scale: factor on the scores.
+    """
+
+    def attend(layer: int, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        end = begin + latent.shape[1]
+        cache[layer, :, begin:end] = torch.cat((latent, rope), -1)
+        return _masked(q, cache[layer, :, :end], mask, sm_scale)
+
+    return attend
+
+
+def _masked(q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """q [B, T, heads, width] over rows [B, S, width] that all heads share, to [B, T, heads, width].
+
+    The rope columns of the result mean nothing: the caller keeps the first ``kv_lora_rank``.
+    """
+    shared = rows.unsqueeze(1).expand(-1, q.shape[2], -1, -1)
+    seen = F.scaled_dot_product_attention(q.transpose(1, 2), shared, shared, attn_mask=mask, scale=sm_scale)
+    return seen.transpose(1, 2)

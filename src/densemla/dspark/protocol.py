@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._extra import msgspec
+from .config import DSparkConfig
 
 PROTOCOL_VERSION = 1
 MAGIC = b"DMLA"
@@ -223,6 +224,19 @@ def decode_at_verifier(frame: Any) -> Welcome | Refused | Drafted | Failed:
         return message
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise ProtocolError(str(error)) from error
+
+
+def geometry_of(config: DSparkConfig, checkpoint: str, depth: int | None = None) -> Geometry:
+    """The geometry of a draft; ``depth`` None is its block size, and never more."""
+    return Geometry(
+        checkpoint=checkpoint,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.target_hidden_size,
+        num_context_layers=len(config.target_layer_ids),
+        block_size=config.block_size,
+        depth=config.block_size if depth is None else min(depth, config.block_size),
+    )
 
 
 def mismatch(verifier: Geometry, server: Geometry) -> Refused | None:

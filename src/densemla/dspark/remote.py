@@ -225,6 +225,24 @@ class RemoteDraft:
         """Whether the request gets -1 until it starts anew (or never started)."""
         return request in self._marked or request not in self._known
 
+    def request_for(self, request: int, rows: torch.Tensor, sent: int, anchor: int) -> DraftRequest:
+        """The next :class:`DraftRequest` of a request whose caller keeps all its context rows.
+
+        Starts anew where that is needed, and hands over at most :attr:`max_rows` rows: a long context goes
+        over in several calls, and the anchor with the last of them.
+
+        Args:
+            request: its number.
+            rows: all context rows so far: every token's but the newest.
+            sent: how many of them the latest request for it covered (``start + len(rows)``).
+            anchor: the newest token.
+        """
+        reset = self.needs_reset(request)
+        start = 0 if reset else sent
+        end = min(rows.shape[0], start + (self.max_rows or rows.shape[0]))
+        whole = end == rows.shape[0]
+        return DraftRequest(request, start, rows[start:end], anchor if whole else -1, reset)
+
     def propose(self, requests: Sequence[DraftRequest]) -> torch.Tensor:
         """One drafting step.
 

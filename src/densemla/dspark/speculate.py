@@ -21,7 +21,7 @@ class Proposer(Protocol):
 
     def propose(self, requests: Sequence[DraftRequest]) -> torch.Tensor: ...
 
-    def needs_reset(self, request: int) -> bool: ...
+    def request_for(self, request: int, rows: torch.Tensor, sent: int, anchor: int) -> DraftRequest: ...
 
     def finish(self, requests: Sequence[int]) -> None: ...
 
@@ -78,6 +78,7 @@ def generate(
     new_tokens: int,
     draft: Proposer | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    first: int = 0,
 ) -> Generation:
     """Greedy decoding of all prompts in one batch, with or without a draft; the tokens are the same.
 
@@ -87,13 +88,14 @@ def generate(
         new_tokens: tokens to generate per prompt.
         draft: None decodes plainly.
         progress: called with the tokens that each step added.
+        first: number of the first prompt's request; a draft must never see one number twice.
     """
     result = Generation(tokens=[[] for _ in prompts])
     running = []
-    logits, rows = target.step(range(len(prompts)), [list(prompt) for prompt in prompts])
-    for number, prompt in enumerate(prompts):
-        first = int(logits[number][-1].argmax())
-        running.append(_Running(number, [*prompt, first], len(prompt), rows[number]))
+    numbers = range(first, first + len(prompts))
+    logits, rows = target.step(numbers, [list(prompt) for prompt in prompts])
+    for number, prompt, last, row in zip(numbers, prompts, logits, rows, strict=True):
+        running.append(_Running(number, [*prompt, int(last[-1].argmax())], len(prompt), row))
     progress(len(running))
     while running := [request for request in running if len(request.tokens) - request.prompt < new_tokens]:
         proposals = _propose(draft, running)
@@ -117,7 +119,7 @@ def generate(
             result.accepted += accepted
             added += accepted + 1
             if len(request.tokens) - request.prompt >= new_tokens:
-                result.tokens[request.number] = request.tokens[request.prompt :][:new_tokens]
+                result.tokens[request.number - first] = request.tokens[request.prompt :][:new_tokens]
                 target.finish(request.number)
                 if draft is not None:
                     draft.finish([request.number])
@@ -130,10 +132,7 @@ def _propose(draft: Proposer | None, running: list[_Running]) -> torch.Tensor:
         return torch.empty(len(running), 0, dtype=torch.int64)
     requests = []
     for request in running:
-        reset = draft.needs_reset(request.number)
-        start = 0 if reset else request.sent
-        requests.append(
-            DraftRequest(request.number, start, request.rows[start:], anchor=request.tokens[-1], reset=reset)
-        )
-        request.sent = request.rows.shape[0]
+        asked = draft.request_for(request.number, request.rows, request.sent, request.tokens[-1])
+        request.sent = asked.start + asked.rows.shape[0]
+        requests.append(asked)
     return draft.propose(requests)

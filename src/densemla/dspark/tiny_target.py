@@ -14,7 +14,7 @@ from torch import nn
 from .checkpoint import CONFIG_FILE, SINGLE_FILE, inside, read_json
 from .config import MLAConfig, RopeConfig, mla_fields
 from .kv_pool import KVPool
-from .layers import Attend, DecoderLayer, RMSNorm, attend_dense, softmax_scale
+from .layers import Attend, DecoderLayer, RMSNorm, attend_cached, attend_dense, softmax_scale
 from .paged import PagedAttention
 
 
@@ -59,6 +59,21 @@ class TinyTarget(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         mask = positions.unsqueeze(1) >= positions
         return self.forward(tokens, positions, attend_dense(mask, softmax_scale(self.config)))
+
+    @torch.no_grad()
+    def continue_greedily(self, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        """Prompts int64 [B, T] with their greedy continuations [B, T + new_tokens], the batch in step."""
+        (batch, start), config = prompts.shape, self.config
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        cache = torch.empty(config.num_hidden_layers, batch, start + new_tokens, width)
+        tokens, new, begin = prompts, prompts, 0
+        for _ in range(new_tokens):
+            positions = torch.arange(begin, tokens.shape[1])
+            seen = positions.unsqueeze(1) >= torch.arange(tokens.shape[1])
+            logits, _ = self(new, positions, attend_cached(cache, begin, seen, softmax_scale(config)))
+            begin, new = tokens.shape[1], logits[:, -1:].argmax(-1)
+            tokens = torch.cat((tokens, new), 1)
+        return tokens
 
     def save(self, folder: Path) -> None:
         """Write ``model.safetensors`` and ``config.json``."""
