@@ -2,9 +2,9 @@
 
 Two forms of one sum. With ``Z_r = exp(lse_r)`` a head's result is ``sum(Z_r * output_r) / sum(Z_r)``.
 
-``"all_to_all"``: each rank sends every other one its partial for that rank's heads, LSE in the same
-message. The owner of the heads merges in float32, in rank order: one rounding per partial, and bits that
-depend neither on timing nor on the backend.
+``"all_to_all"``: each rank sends every other one its partial for that rank's heads, each with its LSE behind
+it. The owner of the heads merges in float32: one rounding per partial, and bits that depend neither on
+timing nor on how messages travel.
 
 ``"reduce_scatter"``: LSEs are gathered, each rank weighs its partials and a reduce-scatter adds them up.
 The weighted partials are rounded to the partial type and the sum is kept in it; its order is the
