@@ -230,8 +230,8 @@ def identity(folder: Path) -> str:
     )
     for path in sorted(set(weights.files.values())):
         header = _header(path)
-        data = 8 + int.from_bytes(path.open("rb").read(8), "little")
         with path.open("rb") as file:
+            data = 8 + int.from_bytes(file.read(8), "little")
             for name in sorted(header):
                 start, end = header[name]["data_offsets"]
                 digest.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())

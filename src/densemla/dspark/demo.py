@@ -297,10 +297,11 @@ def run_demo(
             cache, seconds, retrain=retrain, max_steps=max_steps, console=console
         )
         target = TinyTarget.load(target_folder, DRAFT.target_layer_ids)
+        geometry = geometry_of(load_config(draft_folder), identity(draft_folder))
         starts = _samples(corpus(), prompts, _PROMPT, torch.Generator().manual_seed(7)).tolist()
         with (
             draft_server(draft_folder, target_folder, "--threads", "1", "--spin-us", "200") as (endpoint, _),
-            RemoteDraft(endpoint, geometry_of(load_config(draft_folder), identity(draft_folder)), timeout=1.0, spin=2e-4) as remote,
+            RemoteDraft(endpoint, geometry, timeout=1.0, spin=2e-4) as remote,
         ):
             remote.connect(30.0)
             plain, plain_time = _timed(target, starts, tokens, None, console)
