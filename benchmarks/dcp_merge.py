@@ -29,7 +29,7 @@ import torch.distributed as dist
 import densemla
 from densemla import decoding
 from densemla.backends.reference import attend
-from densemla.distributed import DcpBinding, DcpDecoder, LseMerge, all_gatherv
+from densemla.distributed import DcpDecoder, LseMerge, all_gatherv
 from densemla.distributed.check import bind_step, captured_graph, join
 from densemla.distributed.dcp import FORMS
 from densemla.inputs import random_step
@@ -144,11 +144,6 @@ def check_gathers(device: torch.device, found: list[str]) -> None:
         check(f"query_sharded_attention shares {sizes}, error {error:.1e}", bool(error < 5e-3), found)
 
 
-def localise_and_run(decoder: DcpDecoder, binding: DcpBinding) -> None:
-    decoder.localise(binding)
-    decoder.run(binding)
-
-
 def check_decodes(device: torch.device, backend: str, found: list[str]) -> None:
     world = dist.get_world_size()
     lengths, queries = [5000, 9, 1, 700], 3
@@ -162,7 +157,7 @@ def check_decodes(device: torch.device, backend: str, found: list[str]) -> None:
         binding = bind_step(decoder, step)
         decoder.compile(binding)
 
-        whole = partial(localise_and_run, decoder, binding)
+        whole = partial(decoder.run, binding)
         replay = graph_or_call(whole, device)
         good, worst = True, 0.0
         for now in (lengths, [4096, 0, 1, 64], [1, 5, 0, 699]):
@@ -215,7 +210,7 @@ def measure(device: torch.device, tokens: int, heads: int, backend: str, with_de
         row: dict[str, object] = {"queries": queries, "form": form, "partial": name}
         if with_decode:
             decoder.compile(binding)
-            step_us = time_us(partial(decoder.run, binding), device)
+            step_us = time_us(partial(decoder.run, binding, localise=False), device)
             decode_us = time_us(partial(decoding.run, binding.local), device)
             row |= {
                 "backend": decoder.local_plan.backend,

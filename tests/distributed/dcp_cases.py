@@ -116,13 +116,17 @@ def lengths_are_read_anew() -> None:
     binding = problem.bind(decoder)
     for lengths in ([1, 64], [99, 0], [63, 40]):
         binding.cache_seqlens.copy_(torch.tensor(lengths))
-        decoder.localise(binding)
         decoder.run(binding)
         shorter = Problem(lengths, [2, 2], seed=6)
         shorter.q, shorter.tokens = problem.q, [rows[:n] for rows, n in zip(problem.tokens, lengths, strict=True)]
         fresh = DcpDecoder(problem.plan(BF16))
         again = shorter.bind(fresh)
         fresh.run(again)
+        assert torch.equal(binding.output, again.output)
+        assert torch.equal(binding.lse, again.lse)
+        # The local lengths are the decoder's: binding another step must not leave its own behind.
+        problem.bind(decoder, cache_seqlens=torch.tensor([5, 5], dtype=torch.int32))
+        decoder.run(binding)
         assert torch.equal(binding.output, again.output)
         assert torch.equal(binding.lse, again.lse)
 

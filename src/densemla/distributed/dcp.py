@@ -150,7 +150,7 @@ class DcpDecoder:
         q_scale: torch.Tensor | float | None = None,
         kv_scale: torch.Tensor | float | None = None,
     ) -> DcpBinding:
-        """Check this rank's tensors, and that the ranks' steps fit together; then :meth:`localise` them.
+        """Check this rank's tensors, and that the ranks' steps fit together.
 
         Args:
             q: [total_q, own_heads, kv_lora_rank + qk_rope_head_dim], contiguous; the own heads' queries.
@@ -245,7 +245,7 @@ class DcpDecoder:
         return DcpBinding(q, output, lse, cache_seqlens, cu_seqlens_q, query_cache_seqlens, local)
 
     def localise(self, binding: DcpBinding) -> None:
-        """Read the *global* lengths anew into the decoder's local ones: once per step, before its layers.
+        """Read the *global* lengths anew into the decoder's local ones, which its bindings share.
 
         Waits for nothing and can be captured in a CUDA graph.
         """
@@ -271,16 +271,21 @@ class DcpDecoder:
         self.gather_queries(binding)
         self.merge(binding)
 
-    def run(self, binding: DcpBinding) -> None:
+    def run(self, binding: DcpBinding, *, localise: bool = True) -> None:
         """Decode one layer of the step into the bound ``output`` and ``lse``. Collective.
 
-        Uses the local lengths of the last :meth:`localise` (or :meth:`bind`). On NCCL it only launches,
-        on the current stream, and can be captured in a CUDA graph.
+        On NCCL it only launches, on the current stream, and can be captured in a CUDA graph.
+
+        Args:
+            localise: read the bound global lengths anew. The later layers of a step save that with False,
+                as long as nothing else was bound or run on this decoder in between.
 
         Raises:
             ContractError: in host memory, a local length or page id does not fit.
             PeerError: a peer died or did not join.
         """
+        if localise:
+            self.localise(binding)
         self.gather_queries(binding)
         decoding.run(binding.local)
         self.merge(binding)
