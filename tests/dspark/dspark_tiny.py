@@ -55,8 +55,6 @@ def make_target(seed: int = 0) -> TinyTarget:
     target = TinyTarget(TARGET, LAYERS)
     with torch.no_grad():
         target.lm_head.weight.normal_(std=0.3)
-        for layer in target.model.layers:
-            layer.self_attn.o_proj.weight.mul_(2.0)
     return target.requires_grad_(False)
 
 
@@ -106,11 +104,12 @@ def process(*command: str) -> Iterator[tuple[dict[str, object], subprocess.Popen
 
 
 @contextmanager
-def serve(
+def serve_ready(
     target: Path, draft: Path, *options: str, bind: str = "tcp://127.0.0.1:*"
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+) -> Iterator[tuple[dict[str, object], subprocess.Popen[str]]]:
+    """``densemla dspark serve``: what it prints when ready, and the process."""
     command = ("-m", "densemla.dspark.cli", "serve", "--draft", str(draft), "--target", str(target))
     with process(
         *command, "--bind", bind, "--http", "127.0.0.1:0", "--dtype", "fp32", "--threads", "1", "--json", *options
-    ) as (ready, running):
-        yield str(ready["endpoint"]), running
+    ) as started:
+        yield started

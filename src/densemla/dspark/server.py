@@ -254,7 +254,8 @@ class DraftServer:
             log.warning("refused a verifier: %s is %s there, %s here", refusal.field, refusal.expected, refusal.got)
             self._reject("refused")
             return refusal
-        if (old := self._sessions.get(hello.client)) is not None:
+        # A verifier has one session, and so has a connection.
+        for old in [s for name, s in self._sessions.items() if name == hello.client or s.routing_id == sender]:
             self._end(old)
         if len(self._sessions) >= MAX_SESSIONS:
             self._end(next(iter(self._sessions.values())))
