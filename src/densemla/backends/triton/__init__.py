@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...splits import ceil_div
-from .tiles import INTERPRETED, Device, Tiles, choose, device_of, rows_per_request
+from .tiles import CONVERTED_Q, INTERPRETED, Device, Tiles, choose, computing_dtype, device_of, rows_per_request
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -59,7 +59,10 @@ class TritonBackend:
         return caps.max_batch * ceil_div(rows_per_request(caps), tiles.block_h), device.multiprocessors
 
     def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {}
+        dtype = computing_dtype(caps)
+        if caps.q_dtype is dtype:
+            return {}
+        return {CONVERTED_Q: ((caps.max_total_q, caps.num_q_heads, caps.head_dim), dtype)}
 
     def compile(self, binding: Binding) -> None:
         """Build, load and warm the kernels of this binding by running them once."""

@@ -170,7 +170,7 @@ def forward(
     output_stride, output_head_stride, lse_stride, lse_head_stride,
     num_heads: tl.constexpr, kv_lora_rank: tl.constexpr, qk_rope_head_dim: tl.constexpr, page_size: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr, FP8_Q: tl.constexpr,
+    DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
     ONE_QUERY: tl.constexpr, MIXED: tl.constexpr, EXPLICIT: tl.constexpr, TILE_LOADS: tl.constexpr,
     DEPENDENTS: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -211,7 +211,7 @@ def forward(
         return
 
     scale = sm_scale * _LOG2_E
-    if FP8_Q:
+    if q_scale is not None:
         scale = scale * tl.load(q_scale)
     if FORMAT == FP8:
         values_scale = tl.load(kv_scale)
@@ -230,11 +230,6 @@ def forward(
             mask=live[:, None] & (rope_columns < qk_rope_head_dim)[None, :],
             other=0,
         )
-    if FP8_Q:
-        q_latent = _e4m3(q_latent, NATIVE_FP8)
-        q_rope = _e4m3(q_rope, NATIVE_FP8)
-    q_latent = q_latent.to(DTYPE)
-    q_rope = q_rope.to(DTYPE)
 
     top = tl.full([BLOCK_H], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)

@@ -10,12 +10,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...binding import Binding
-from ...caps import Caps
 from ...kv_formats import PACKED
 from ...splits import ceil_div
 from . import forward as forward_kernel
 from .merge import merge
-from .tiles import NATIVE_FP8, Device, Tiles, padded
+from .tiles import CONVERTED_Q, NATIVE_FP8, Device, Tiles, computing_dtype, padded
 
 _MERGE_ELEMENTS = 4096
 """Partial values that a merge program reads at once: 32 for each of its threads."""
@@ -31,6 +30,9 @@ def launch(binding: Binding, tiles: Tiles, device: Device) -> None:
     """Enqueue one step on the current stream."""
     if binding.total_q == 0:
         return
+    if CONVERTED_Q in binding.scratch:
+        # Ahead of the kernel: a product takes its left side from shared memory only as it was loaded.
+        binding.scratch[CONVERTED_Q][: binding.total_q].copy_(binding.q)
     chained = binding.active_splits > 1
     arguments = forward_arguments(binding, tiles, device.capability, dependents=chained)
     grid = (arguments["slots"] * binding.active_splits,)
@@ -89,7 +91,7 @@ def forward_arguments(
     """Arguments of the forward kernel by name; what does not apply is None."""
     caps, fmt = binding.plan.caps, binding.plan.caps.kv_format
     cache = binding.kv_cache.view(torch.uint8) if fmt.dtype.itemsize == 1 else binding.kv_cache
-    fp8_q = caps.q_dtype is torch.float8_e4m3fn
+    q = binding.scratch.get(CONVERTED_Q, binding.q)
     rope = padded(caps.qk_rope_head_dim) if caps.qk_rope_head_dim else 16
     latent_tiles = rope_tiles = None
     if tiles.tile_loads and _tiles_can_load(cache, tiles, caps.kv_lora_rank, caps.qk_rope_head_dim):
@@ -100,7 +102,7 @@ def forward_arguments(
     else:
         stored = forward_kernel.FP8 if fmt.scaled else forward_kernel.PLAIN
     return _lengths(binding) | {
-        "q": binding.q.view(torch.uint8) if fp8_q else binding.q,
+        "q": q,
         "latent_tiles": latent_tiles,
         "rope_tiles": rope_tiles,
         "kv_cache": cache,
@@ -110,8 +112,8 @@ def forward_arguments(
         "sm_scale": binding.sm_scale,
         "num_pages": binding.num_pages,
         "slots": slots_of(binding, tiles.block_h),
-        "q_stride": binding.q.stride(0),
-        "q_head_stride": binding.q.stride(1),
+        "q_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
         "page_stride": cache.stride(0),
         "row_stride": cache.stride(1),
         "table_stride": binding.page_table.stride(0),
@@ -121,10 +123,9 @@ def forward_arguments(
         "BLOCK_N": tiles.block_n,
         "RANK": padded(caps.kv_lora_rank),
         "ROPE": rope,
-        "DTYPE": _computing_type(caps),
+        "DTYPE": tl.float16 if computing_dtype(caps) is torch.float16 else tl.bfloat16,
         "FORMAT": stored,
         "NATIVE_FP8": capability >= NATIVE_FP8,
-        "FP8_Q": fp8_q,
         "ONE_QUERY": one_query(binding),
         "MIXED": caps.max_total_q > 1 and caps.num_q_heads % tiles.block_h != 0,
         "TILE_LOADS": latent_tiles is not None,
@@ -149,15 +150,6 @@ def merge_arguments(binding: Binding, device: Device) -> dict[str, Any]:
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
-
-
-def _computing_type(caps: Caps) -> tl.dtype:
-    """What both products multiply in: the cache's type, or for fp8 caches one that holds every value."""
-    if caps.kv_dtype == PACKED:
-        # Value times scale needs more digits than bf16 has; latents are normalised, far below 65504.
-        return tl.float16
-    dtype = caps.q_dtype if caps.kv_format.scaled else caps.kv_format.dtype
-    return tl.float16 if dtype is torch.float16 else tl.bfloat16
 
 
 def _tiles_can_load(cache: torch.Tensor, tiles: Tiles, rank: int, rope: int) -> bool:

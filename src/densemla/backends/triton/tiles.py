@@ -18,6 +18,9 @@ from ...splits import ceil_div
 _MOST_STAGES = 5
 """Deeper pipelines than four blocks in flight bring nothing."""
 
+CONVERTED_Q = "converted_q"
+"""Scratch for queries of another type than the products'."""
+
 NATIVE_FP8 = (8, 9)
 """First capability that converts e4m3 in hardware."""
 
@@ -91,6 +94,15 @@ def converted(caps: Caps) -> bool:
     return caps.kv_format.dtype.itemsize == 1
 
 
+def computing_dtype(caps: Caps) -> torch.dtype:
+    """What both products multiply in: the cache's type, or for fp8 caches one that holds every value."""
+    if caps.kv_format.packed:
+        # Value times scale needs more digits than bf16 has; latents are normalised, far below 65504.
+        return torch.float16
+    dtype = caps.q_dtype if caps.kv_format.scaled else caps.kv_format.dtype
+    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+
 @lru_cache(maxsize=256)
 def choose(caps: Caps, device: Device) -> Tiles | None:
     """The largest tiles that fit; None when none does."""
@@ -100,7 +112,7 @@ def choose(caps: Caps, device: Device) -> Tiles | None:
     block_h = 64 if wide else 16
     for least_stages in (2,) if wide else (3, 2):
         for block_n in _block_sizes(caps, device, wide):
-            for stages in range(_MOST_STAGES, least_stages - 1, -1):
+            for stages in range(_most_stages(caps), least_stages - 1, -1):
                 shared = _shared_bytes(caps, block_h, block_n, stages, wide)
                 if shared <= device.shared_bytes:
                     return Tiles(
@@ -112,6 +124,11 @@ def choose(caps: Caps, device: Device) -> Tiles | None:
                         shared_bytes=shared,
                     )
     return None
+
+
+def _most_stages(caps: Caps) -> int:
+    # Packed rows are three loads, whose addresses take the registers that a deeper pipeline would need.
+    return 3 if caps.kv_format.packed else _MOST_STAGES
 
 
 def _block_sizes(caps: Caps, device: Device, wide: bool) -> tuple[int, ...]:
