@@ -6,6 +6,9 @@ import dspark_tiny as tiny
 import pytest
 import torch
 
+from densemla.dspark.speculate import generate
+from densemla.dspark.tiny_target import TinyTarget
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -30,8 +33,5 @@ NEW_TOKENS = 32
 @pytest.fixture(scope="session")
 def plain(pair: tuple[Path, Path]) -> list[list[int]]:
     """What plain greedy decoding of the prompts gives."""
-    from densemla.dspark.speculate import generate
-    from densemla.dspark.tiny_target import TinyTarget
-
     target = TinyTarget.load(pair[0], tiny.LAYERS)
     return generate(tiny.paged(target), PROMPTS, NEW_TOKENS).tokens

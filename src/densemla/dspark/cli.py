@@ -76,7 +76,6 @@ def serve(
     curve_key: Annotated[Path | None, typer.Option(help="The server's .key_secret file.")] = None,
     curve_verifiers: Annotated[Path | None, typer.Option(help="Folder of the verifiers' .key files.")] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds to answer calls under way after SIGTERM.")] = 2.0,
-    spin_us: Annotated[float, typer.Option(min=0, help="Look for the next call so long before sleeping.")] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready.")] = False,
 ) -> None:
@@ -87,7 +86,7 @@ def serve(
     try:
         server = _start(
             draft, target or draft, bind, http, device, dtype, int(kv_mib * (1 << 20)), depth, max_batch, curve_key,
-            curve_verifiers, drain, spin_us,
+            curve_verifiers, drain,
         )  # fmt: skip
     except (ContractError, CheckpointError, ImportError, ValueError) as error:
         raise _stop(error) from error
@@ -116,7 +115,6 @@ def _start(
     curve_key: Path | None,
     curve_verifiers: Path | None,
     drain: float,
-    spin_us: float,
 ) -> DraftServer:
     from .engine import DraftEngine  # noqa: PLC0415  # the dspark extra
     from .server import CurveServer, DraftServer  # noqa: PLC0415  # the dspark extra
@@ -130,9 +128,7 @@ def _start(
     check_device(torch.device(device))
     model = load_draft(draft, target, dtype=_DTYPES[dtype], device=device)
     engine = DraftEngine(model, checkpoint=identity(draft), kv_bytes=kv_bytes, depth=depth, max_batch=max_batch)
-    return DraftServer(
-        engine, bind, curve=curve, http=address, drain_seconds=drain, spin_seconds=spin_us / 1e6
-    )
+    return DraftServer(engine, bind, curve=curve, http=address, drain_seconds=drain)
 
 
 @app.command()

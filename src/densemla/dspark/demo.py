@@ -300,8 +300,8 @@ def run_demo(
         geometry = geometry_of(load_config(draft_folder), identity(draft_folder))
         starts = _samples(corpus(), prompts, _PROMPT, torch.Generator().manual_seed(7)).tolist()
         with (
-            draft_server(draft_folder, target_folder, "--threads", "1", "--spin-us", "200") as (endpoint, _),
-            RemoteDraft(endpoint, geometry, timeout=1.0, spin=2e-4) as remote,
+            draft_server(draft_folder, target_folder, "--threads", "1") as (endpoint, _),
+            RemoteDraft(endpoint, geometry, timeout=1.0) as remote,
         ):
             remote.connect(30.0)
             plain, plain_time = _timed(target, starts, tokens, None, console)
