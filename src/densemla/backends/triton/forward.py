@@ -172,7 +172,7 @@ def forward(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
     ONE_QUERY: tl.constexpr, MIXED: tl.constexpr, EXPLICIT: tl.constexpr, TILE_LOADS: tl.constexpr,
-    DEPENDENTS: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENTS: tl.constexpr, STAGES: tl.constexpr, MIXED_N: tl.constexpr,
 ):
     """Publish one split of one tile of rows.
 
@@ -189,7 +189,7 @@ def forward(
     first, last = queries_of(request, cu_seqlens_q, batch, total_q)
     tile = slot - first_slot(first, request, num_heads, BLOCK_H, ONE_QUERY)
     count = (last - first) * num_heads
-    if tile * BLOCK_H >= count:
+    if (tile < 0) | (tile * BLOCK_H >= count):
         return
     length = length_of(request, cache_seqlens, batch, capacity)
     row = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -270,12 +270,22 @@ def forward(
         logits = _logits(q_latent, q_rope, latent, rope, scale, qk_rope_head_dim > 0)
         top, total, acc = _absorb(logits, latent, top, total, acc, begin < end)
 
-    # The rest: at most one block where all rows see the same.
+    # The rest: at most one block where all rows see the same, or else small blocks that spare registers.
+    same_end = end
+    if MIXED:
+        if nearest < farthest:
+            same_end = whole
     top, total, acc = _edge_blocks(
-        q_latent, q_rope, kv_cache, pages, visible, whole, end, scale, top, total, acc,
+        q_latent, q_rope, kv_cache, pages, visible, whole, same_end, scale, top, total, acc,
         num_pages, page_stride, row_stride, kv_lora_rank, qk_rope_head_dim, page_size,
-        BLOCK_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, MIXED,
+        BLOCK_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, False,
     )  # fmt: skip
+    if MIXED:
+        top, total, acc = _edge_blocks(
+            q_latent, q_rope, kv_cache, pages, visible, same_end, end, scale, top, total, acc,
+            num_pages, page_stride, row_stride, kv_lora_rank, qk_rope_head_dim, page_size,
+            MIXED_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, True,
+        )  # fmt: skip
 
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)

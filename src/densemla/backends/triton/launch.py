@@ -16,6 +16,9 @@ from . import forward as forward_kernel
 from .merge import merge
 from .tiles import CONVERTED_Q, NATIVE_FP8, Device, Tiles, computing_dtype, padded
 
+_MIXED_BLOCK = 16
+"""Cache rows in a block that rows of a tile see differently: it passes through registers."""
+
 _MERGE_ELEMENTS = 4096
 """Partial values that a merge program reads at once: 32 for each of its threads."""
 
@@ -131,6 +134,7 @@ def forward_arguments(
         "TILE_LOADS": latent_tiles is not None,
         "DEPENDENTS": dependents and capability >= (9, 0),
         "STAGES": tiles.num_stages,
+        "MIXED_N": min(tiles.block_n, _MIXED_BLOCK),
     }
 
 
