@@ -14,6 +14,7 @@ Three families:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -86,6 +87,7 @@ def packed_fields(
     return latent, scales, rope
 
 
+@lru_cache(maxsize=64)
 def kv_format(kv_dtype: torch.dtype | str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> KVFormat:
     """The format that ``kv_dtype`` names; ``torch.uint8`` and ``"fp8_ds_mla"`` both mean packed records.
 

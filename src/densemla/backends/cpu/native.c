@@ -276,7 +276,19 @@ static void work(struct team *team) {
     }
 }
 
-/* Helper threads, kept between calls. One decode at a time uses them; others meanwhile run alone. */
+/* torch's own OpenMP threads, where it has them: after a torch operator they spin for a while, and threads
+ * of ours would have to share the cores with them. */
+static void (*openmp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+void densemla_use_openmp(void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
+    openmp_parallel = parallel;
+}
+
+static void work_in_openmp(void *team) {
+    work(team);
+}
+
+/* Else helper threads, kept between calls. One decode at a time uses them; others meanwhile run alone. */
 static struct {
     pthread_mutex_t busy, lock;
     pthread_cond_t wake, idle;
@@ -300,16 +312,22 @@ static void *help(void *unused) {
     return NULL;
 }
 
-/* A forked child has none of the threads, and must not inherit a lock that one of them held. */
-static void forget_pool(void) {
+/* A forked child has none of the threads, and must not inherit a lock that one of them held. GNU's OpenMP
+ * would wait for its own forever. */
+static void forget_threads(void) {
+    openmp_parallel = NULL;
     pthread_mutex_init(&pool.busy, NULL), pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.wake, NULL), pthread_cond_init(&pool.idle, NULL);
     pool.team = NULL, pool.seats = pool.users = pool.threads = 0;
 }
 
 static void work_together(struct team *team, int threads) {
-    int alone = threads == 1 || (team->last && team->unit_count < 2) || pthread_mutex_trylock(&pool.busy);
-    if (alone) {
+    int alone = threads == 1 || (team->last && team->unit_count < 2);
+    if (!alone && openmp_parallel) {
+        openmp_parallel(work_in_openmp, team, (unsigned)threads, 0);
+        return;
+    }
+    if (alone || pthread_mutex_trylock(&pool.busy)) {
         work(team);
         return;
     }
@@ -378,6 +396,6 @@ PyMODINIT_FUNC PyInit__native(void) {
         if (exponent == 15 && mantissa == 7) value = NAN;
         e4m3_table[byte] = byte & 128 ? -value : value;
     }
-    pthread_atfork(NULL, NULL, forget_pool);
+    pthread_atfork(NULL, NULL, forget_threads);
     return PyModule_Create(&module);
 }

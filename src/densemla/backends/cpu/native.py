@@ -49,6 +49,9 @@ def _load() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(module.__file__))
     library.densemla_workspace_floats.restype = ctypes.c_int64
     library.densemla_isa.restype = ctypes.c_char_p
+    # torch brings its OpenMP (GNU's, or another with the same entry) into the global scope, or has none.
+    openmp = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    library.densemla_use_openmp(None if openmp is None else ctypes.cast(openmp, ctypes.c_void_p))
     return library
 
 
