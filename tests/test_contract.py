@@ -48,6 +48,7 @@ BAD_CAPS = [
     ("output_dtype", "fp32"),
     ("kv_dtype", torch.int8),
     ("kv_dtype", "nvfp4"),
+    ("kv_dtype", ["bf16"]),
     ("kv_dtype", torch.float8_e5m2),
     ("device", "warp"),
     ("device", 3),

@@ -87,13 +87,25 @@ def packed_fields(
     return latent, scales, rope
 
 
-@lru_cache(maxsize=64)
 def kv_format(kv_dtype: torch.dtype | str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> KVFormat:
     """The format that ``kv_dtype`` names; ``torch.uint8`` and ``"fp8_ds_mla"`` both mean packed records.
 
     Raises:
         ContractError: no such format, or packed records asked for with other widths than 512 + 64.
     """
+    if isinstance(kv_dtype, (str, torch.dtype)):
+        found = _find(kv_dtype, kv_lora_rank, qk_rope_head_dim)
+        if found is not None:
+            return found
+    raise ContractError(
+        "kv_dtype",
+        "torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn or 'fp8_ds_mla' (torch.uint8)",
+        repr(kv_dtype),
+    )
+
+
+@lru_cache(maxsize=64)
+def _find(kv_dtype: torch.dtype | str, kv_lora_rank: int, qk_rope_head_dim: int) -> KVFormat | None:
     head_dim = kv_lora_rank + qk_rope_head_dim
     if kv_dtype in (PACKED, torch.uint8):
         if (kv_lora_rank, qk_rope_head_dim) != (512, 64):
@@ -108,8 +120,4 @@ def kv_format(kv_dtype: torch.dtype | str, kv_lora_rank: int = 512, qk_rope_head
         return KVFormat(torch.float8_e4m3fn, head_dim, kv_lora_rank, qk_rope_head_dim, scaled=True, packed=False)
     if isinstance(kv_dtype, torch.dtype) and kv_dtype in _PLAIN_DTYPES:
         return KVFormat(kv_dtype, head_dim, kv_lora_rank, qk_rope_head_dim, scaled=False, packed=False)
-    raise ContractError(
-        "kv_dtype",
-        "torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn or 'fp8_ds_mla' (torch.uint8)",
-        repr(kv_dtype),
-    )
+    return None
