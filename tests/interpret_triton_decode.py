@@ -148,23 +148,39 @@ def tiles(block_h: int, block_n: int, tile_loads: bool) -> Callable[[], None]:
 
 
 def integers_that_lie() -> None:
-    """On a device nothing can be checked; in the interpreter a stray address ends the process."""
-    step = make_step([100, 60], heads=2, queries=2)
-    plan = densemla.plan(step.caps(backend="triton", max_cache_tokens=128, num_splits=2))
-    binding = step.bind(plan)
+    """On a device nothing can be checked, but whatever lengths and page ids say, only the tensors are written."""
     from densemla.backends.triton.launch import launch  # noqa: PLC0415
     from densemla.backends.triton.tiles import INTERPRETED  # noqa: PLC0415
 
+    step = make_step([100, 60], heads=12, queries=2)
+    plan = densemla.plan(step.caps(backend="triton", max_cache_tokens=128, num_splits=2))
+    bands: list[torch.Tensor] = []
+
+    def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor between two bands of a marker."""
+        count = math.prod(shape)
+        whole = torch.full((3 * count,), 7.0, dtype=dtype)
+        bands.extend((whole[:count], whole[2 * count :]))
+        return whole[count : 2 * count].view(shape)
+
+    binding = step.bind(
+        plan,
+        output=guarded((4, 12, 512), torch.bfloat16),
+        lse=guarded((4, 12), torch.float32),
+        scratch={name: guarded(spec.shape, spec.dtype) for name, spec in plan.scratch_specs().items()},
+    )
     for name, values in (
         ("cache_seqlens", [-5, 1 << 30]),
         ("page_table", [[-(1 << 30), 1 << 29], [4, -1]]),
         ("cu_seqlens_q", [-3, 1 << 28, 7]),
+        ("cu_seqlens_q", [3, 1, 4]),
     ):
         tensor = getattr(binding, name)
         held = tensor.clone()
         tensor.copy_(torch.tensor(values))
         launch(binding, Tiles(16, 32, 8, 2, False, 0), INTERPRETED)
         tensor.copy_(held)
+        assert all(bool((band == 7.0).all()) for band in bands), f"{name} = {values}"
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -124,7 +124,10 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], capability: tuple[int
 
 
 def smallest_product_loop(kernel: Any, folder: Path) -> dict[str, int]:
-    """Instruction counts of the smallest loop that multiplies matrices: the main loop, edges being longer."""
+    """Instruction counts of the smallest loop that copies ahead and multiplies: the main loop.
+
+    Loops over the edges of what a query sees are longer or copy nothing ahead.
+    """
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     file = folder / "kernel.cubin"
     if ".target sm_121a" in kernel.asm["ptx"]:
@@ -149,7 +152,7 @@ def smallest_product_loop(kernel: Any, folder: Path) -> dict[str, int]:
     for begin, end in loops:
         names = [instruction.split()[0].split(".")[0] for instruction in instructions[begin:end]]
         count = {name: names.count(name) for name in set(names)}
-        if count.keys() & {"HMMA", "HGMMA"}:
+        if count.keys() & {"HMMA", "HGMMA"} and count.keys() & {"LDGSTS", "UTMALDG"}:
             counts.append(count)
     return min(counts, key=lambda count: sum(count.values()))
 

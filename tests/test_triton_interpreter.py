@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import densemla
 from interpret_triton_decode import CASES
@@ -50,7 +51,24 @@ def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert densemla.plan(densemla.Caps(num_q_heads=16)).backend == "cpu"
 
 
-def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"q_dtype": torch.float32, "kv_dtype": torch.float32}, "would lose digits"),
+        ({"q_dtype": torch.float16}, "rounded to bf16"),
+        ({"max_cache_tokens": (1 << 30) + 1}, "counts tokens in 32 bits"),
+        ({"max_total_q": 1 << 22}, "counts query rows in 32 bits"),
+        ({"kv_lora_rank": 1024}, "at most 512 latent"),
+    ],
+)
+@needs_triton
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, options: dict[str, object], reason: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(densemla.ContractError, match=reason):
+        densemla.plan(densemla.Caps(**{"num_q_heads": 16, "backend": "triton", **options}))
+
+
+def test_a_device_that_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(densemla.ContractError, match="needs a CUDA device, not cpu"):
         densemla.plan(densemla.Caps(num_q_heads=16, backend="triton"))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpu_steps import Run, assert_right, bind, decode, make_step, on_gpu, plan_for, same
+from gpu_steps import assert_right, bind, decode, make_step, on_gpu, plan_for, same
 
 import densemla
 from steps import FP8, PACKED, SM_SCALE, Step
@@ -148,19 +148,33 @@ def test_lengths_and_pages_that_lie_stay_inside(backend: str) -> None:
     """On a device nothing can be checked without a sync; wrong integers must still not leave the tensors."""
     step = on_gpu(make_step([500, 600], heads=12, queries=2))
     plan = plan_for(step, backend, max_cache_tokens=640)
+    bands: list[torch.Tensor] = []
+
+    def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor between two bands of a marker."""
+        count = math.prod(shape)
+        whole = torch.full((3 * count,), 7, dtype=dtype, device="cuda")
+        bands.extend((whole[:count], whole[2 * count :]))
+        return whole[count : 2 * count].view(shape)
+
+    tensors = {
+        "output": guarded((4, 12, 512), plan.caps.output_dtype),
+        "lse": guarded((4, 12), torch.float32),
+        "scratch": {name: guarded(spec.shape, spec.dtype) for name, spec in plan.scratch_specs().items()},
+    }
+    pages = torch.full_like(step.page_table, -(1 << 30))
+    pages[:, ::2] = step.kv_cache.shape[0]
     for name, values in (
+        ("page_table", pages),
         ("cache_seqlens", [-5, 1 << 30]),
-        ("page_table", None),
         ("cu_seqlens_q", [-3, 1 << 28, 7]),
+        ("cu_seqlens_q", [3, 1, 4]),
         ("query_cache_seqlens", [-1, 1 << 30, 5, 9999]),
     ):
-        if values is None:
-            wrong = torch.full_like(step.page_table, -(1 << 30))
-            wrong[:, ::2] = step.kv_cache.shape[0]
-        else:
-            wrong = torch.tensor(values, dtype=torch.int32, device="cuda")
-        densemla.run(bind(step, plan, **{name: wrong}))
+        wrong = torch.as_tensor(values, dtype=torch.int32, device="cuda")
+        densemla.run(bind(step, plan, **{**tensors, name: wrong}))
         torch.cuda.synchronize()
+        assert all(bool((band == 7).all()) for band in bands), name
 
 
 def test_beyond_32_bit_offsets(backend: str) -> None:
@@ -194,6 +208,3 @@ def test_auto_takes_a_gpu_backend() -> None:
     plan = densemla.plan(densemla.Caps(device="cuda", num_q_heads=96))
     assert plan.backend not in ("cpu", "reference")
     assert plan.supports("graph_capture")
-
-
-__all__ = ["Run"]

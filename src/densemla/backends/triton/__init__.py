@@ -24,6 +24,7 @@ _OLDEST_TRITON = (3, 6)
 _OLDEST_CAPABILITY = (8, 0)
 _WIDEST_RANK = 512
 _MOST_TOKENS = 1 << 30
+_MOST_ROWS = 1 << 24
 
 
 class TritonBackend:
@@ -47,6 +48,8 @@ class TritonBackend:
             return why
         if caps.max_cache_tokens > _MOST_TOKENS:
             return f"it counts tokens in 32 bits: at most {_MOST_TOKENS} per request"
+        if caps.max_total_q * caps.num_q_heads > _MOST_ROWS:
+            return f"it counts query rows in 32 bits: at most {_MOST_ROWS}, queries times heads"
         if caps.kv_lora_rank > _WIDEST_RANK or caps.qk_rope_head_dim > _WIDEST_RANK:
             return f"it holds at most {_WIDEST_RANK} latent and {_WIDEST_RANK} rope columns"
         device = _device(caps)

@@ -38,7 +38,12 @@ def _e4m3(byte, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def _load_latent(
-    rows, in_cache, columns, kv_lora_rank: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
+    rows,
+    in_cache,
+    columns,
+    kv_lora_rank: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
     """Latent part of the cache rows that start at pointers ``rows``, [len(rows), len(columns)]."""
@@ -61,8 +66,14 @@ def _load_latent(
 
 @triton.jit
 def _load_rope(
-    rows, in_cache, columns, kv_lora_rank: tl.constexpr, qk_rope_head_dim: tl.constexpr, DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    rows,
+    in_cache,
+    columns,
+    kv_lora_rank: tl.constexpr,
+    qk_rope_head_dim: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
     """Rope part of the cache rows that start at pointers ``rows``."""
     mask = in_cache[:, None]
@@ -122,11 +133,30 @@ def _absorb(logits, values, top, total, acc, always):
 
 @triton.jit
 def _edge_blocks(
-    q_latent, q_rope, kv_cache, pages, visible, begin, end, scale, top, total, acc,
-    num_pages, page_stride, row_stride,
-    kv_lora_rank: tl.constexpr, qk_rope_head_dim: tl.constexpr, page_size: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr, MIXED: tl.constexpr,
+    q_latent,
+    q_rope,
+    kv_cache,
+    pages,
+    visible,
+    begin,
+    end,
+    scale,
+    top,
+    total,
+    acc,
+    num_pages,
+    page_stride,
+    row_stride,
+    kv_lora_rank: tl.constexpr,
+    qk_rope_head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """Blocks from ``begin`` to ``end`` of which rows may see only a part.
 
@@ -143,9 +173,7 @@ def _edge_blocks(
         latent = _load_latent(rows, in_cache, columns, kv_lora_rank, DTYPE, FORMAT, NATIVE_FP8)
         rope = latent
         if qk_rope_head_dim > 0:
-            rope = _load_rope(
-                rows, in_cache, rope_columns, kv_lora_rank, qk_rope_head_dim, DTYPE, FORMAT, NATIVE_FP8
-            )
+            rope = _load_rope(rows, in_cache, rope_columns, kv_lora_rank, qk_rope_head_dim, DTYPE, FORMAT, NATIVE_FP8)
         logits = _logits(q_latent, q_rope, latent, rope, scale, qk_rope_head_dim > 0)
         if MIXED:
             wide = latent.to(tl.float32)
@@ -159,20 +187,67 @@ def _edge_blocks(
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "total_q", "max_total_q", "capacity", "active_splits", "single_split_chunks", "num_pages", "slots",
+        "batch",
+        "total_q",
+        "max_total_q",
+        "capacity",
+        "active_splits",
+        "single_split_chunks",
+        "num_pages",
+        "slots",
     ]
 )
 def forward(
-    q, latent_tiles, rope_tiles, kv_cache, page_table, cache_seqlens, cu_seqlens_q, query_cache_seqlens,
-    q_scale, kv_scale, output, lse, partial_output, partial_lse,
-    sm_scale, batch, total_q, max_total_q, capacity, active_splits, single_split_chunks, num_pages, slots,
-    q_stride, q_head_stride, page_stride, row_stride, table_stride,
-    output_stride, output_head_stride, lse_stride, lse_head_stride,
-    num_heads: tl.constexpr, kv_lora_rank: tl.constexpr, qk_rope_head_dim: tl.constexpr, page_size: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    ONE_QUERY: tl.constexpr, MIXED: tl.constexpr, EXPLICIT: tl.constexpr, TILE_LOADS: tl.constexpr,
-    DEPENDENTS: tl.constexpr, STAGES: tl.constexpr, MIXED_N: tl.constexpr,
+    q,
+    latent_tiles,
+    rope_tiles,
+    kv_cache,
+    page_table,
+    cache_seqlens,
+    cu_seqlens_q,
+    query_cache_seqlens,
+    q_scale,
+    kv_scale,
+    output,
+    lse,
+    partial_output,
+    partial_lse,
+    sm_scale,
+    batch,
+    total_q,
+    max_total_q,
+    capacity,
+    active_splits,
+    single_split_chunks,
+    num_pages,
+    slots,
+    q_stride,
+    q_head_stride,
+    page_stride,
+    row_stride,
+    table_stride,
+    output_stride,
+    output_head_stride,
+    lse_stride,
+    lse_head_stride,
+    num_heads: tl.constexpr,
+    kv_lora_rank: tl.constexpr,
+    qk_rope_head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    MIXED: tl.constexpr,
+    EXPLICIT: tl.constexpr,
+    TILE_LOADS: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MIXED_N: tl.constexpr,
 ):
     """Publish one split of one tile of rows.
 
@@ -272,7 +347,7 @@ def forward(
 
     # The rest: at most one block where all rows see the same, or else small blocks that spare registers.
     same_end = end
-    if MIXED:
+    if MIXED:  # noqa: SIM102 (a compile-time branch)
         if nearest < farthest:
             same_end = whole
     top, total, acc = _edge_blocks(

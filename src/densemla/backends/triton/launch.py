@@ -38,8 +38,8 @@ def launch(binding: Binding, tiles: Tiles, device: Device) -> None:
         binding.scratch[CONVERTED_Q][: binding.total_q].copy_(binding.q)
     chained = binding.active_splits > 1
     arguments = forward_arguments(binding, tiles, device.capability, dependents=chained)
-    grid = (arguments["slots"] * binding.active_splits,)
-    forward_kernel.forward[grid](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    programs = (arguments["slots"] * binding.active_splits,)
+    forward_kernel.forward[programs](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     if chained:
         arguments = merge_arguments(binding, device)
         caps = binding.plan.caps

@@ -81,9 +81,7 @@ def length_of(request, cache_seqlens, batch, capacity):
 
 
 @triton.jit
-def visible_to(
-    query, last, length, query_cache_seqlens, mask, EXPLICIT: tl.constexpr
-):
+def visible_to(query, last, length, query_cache_seqlens, mask, EXPLICIT: tl.constexpr):
     """Visible tokens of query rows; ``last`` is the end of their request's rows."""
     if EXPLICIT:  # noqa: SIM108 (a compile-time branch)
         visible = tl.load(query_cache_seqlens + query, mask=mask, other=0)

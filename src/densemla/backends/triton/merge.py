@@ -14,15 +14,40 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "total_q", "max_total_q", "capacity", "active_splits", "single_split_chunks", "heads_each",
+        "batch",
+        "total_q",
+        "max_total_q",
+        "capacity",
+        "active_splits",
+        "single_split_chunks",
+        "heads_each",
     ]
 )
 def merge(
-    partial_output, partial_lse, output, lse, cache_seqlens, cu_seqlens_q, query_cache_seqlens,
-    batch, total_q, max_total_q, capacity, active_splits, single_split_chunks, heads_each,
-    output_stride, output_head_stride, lse_stride, lse_head_stride,
-    num_heads: tl.constexpr, kv_lora_rank: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr,
-    EXPLICIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    partial_output,
+    partial_lse,
+    output,
+    lse,
+    cache_seqlens,
+    cu_seqlens_q,
+    query_cache_seqlens,
+    batch,
+    total_q,
+    max_total_q,
+    capacity,
+    active_splits,
+    single_split_chunks,
+    heads_each,
+    output_stride,
+    output_head_stride,
+    lse_stride,
+    lse_head_stride,
+    num_heads: tl.constexpr,
+    kv_lora_rank: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EXPLICIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Merge ``COLUMNS`` columns of ``heads_each`` rows of one query.
 

@@ -47,13 +47,17 @@ INTERPRETED = Device((8, 0), 99 * 1024, 1)
 """What Triton's interpreter stands in for."""
 
 
-@lru_cache(maxsize=16)
 def device_of(device: torch.device) -> Device:
-    """Read a CUDA device's limits."""
-    properties = torch.cuda.get_device_properties(device)
+    """A CUDA device's limits; without an index, those of the current device."""
+    return _device_at(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=16)
+def _device_at(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
     return Device(
         (properties.major, properties.minor),
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         properties.multi_processor_count,
     )
 
@@ -109,6 +113,10 @@ def choose(caps: Caps, device: Device) -> Tiles | None:
     # Warpgroup products take tiles of 64 rows; below, they would mostly multiply padding. Elsewhere (10.x
     # too, whose own matrix unit was never measured) warps multiply tiles of 16.
     wide = device.capability[0] == 9 and rows_per_request(caps) > 16
+    return (_fit(caps, device, wide=True) if wide else None) or _fit(caps, device, wide=False)
+
+
+def _fit(caps: Caps, device: Device, *, wide: bool) -> Tiles | None:
     block_h = 64 if wide else 16
     for least_stages in (2,) if wide else (3, 2):
         for block_n in _block_sizes(caps, device, wide):
