@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from densemla.dspark.checkpoint import save_draft
 from densemla.dspark.config import DSparkConfig, MLAConfig, RopeConfig
 from densemla.dspark.model import DSparkDraft
+from densemla.dspark.server import DraftServer
 from densemla.dspark.tiny_target import PagedTarget, TinyTarget
 
 SIZES = {
@@ -113,3 +115,15 @@ def serve_ready(
         *command, "--bind", bind, "--http", "127.0.0.1:0", "--dtype", "fp32", "--threads", "1", "--json", *options
     ) as started:
         yield started
+
+
+@contextmanager
+def running(server: DraftServer) -> Iterator[DraftServer]:
+    """A server on a thread of this process."""
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join()

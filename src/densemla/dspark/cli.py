@@ -28,7 +28,8 @@ err = Console(stderr=True)
 
 
 def _stop(message: object) -> typer.Exit:
-    err.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
+    # Without markup: a message may hold brackets, as "densemla[dspark]".
+    err.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -88,7 +89,7 @@ def serve(
             draft, target or draft, bind, http, device, dtype, int(kv_mib * (1 << 20)), depth, max_batch, curve_key,
             curve_verifiers, drain,
         )  # fmt: skip
-    except (ContractError, CheckpointError, ImportError, ValueError) as error:
+    except (CheckpointError, ContractError, ImportError, OSError, ValueError) as error:
         raise _stop(error) from error
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

@@ -172,6 +172,7 @@ class RemoteDraft:
         curve: CurveVerifier | None = None,
         shared_memory: bool = True,
     ) -> None:
+        self._keys = None if curve is None else _load_keys(curve)
         self.endpoint = endpoint
         self.geometry = geometry
         self.timeout = timeout
@@ -193,7 +194,6 @@ class RemoteDraft:
         width = geometry.context_width
         self._row_dtype = torch.bfloat16 if width else torch.int32
         self._row_shape = (width,) if width else ()
-        self._keys = None if curve is None else _load_keys(curve)
         try:
             self._link = self._say_hello()
         except _FailedCall as failure:

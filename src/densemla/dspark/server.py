@@ -146,15 +146,22 @@ class DraftServer:
         self._by_number: dict[int, _Session] = {}
         self._next_session = 1
         self.metrics = _Metrics(engine)
+        self._http: ThreadingHTTPServer | None = None
         self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._authenticator = _authenticator(self._context, curve)
-        self._socket = self._bind(endpoint, curve)
+        try:
+            self._bind(endpoint, curve)
+            if http is not None:
+                self._http = self._serve_http(*http)
+        except BindError:
+            self.close()
+            raise
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._http = self._serve_http(*http) if http is not None else None
         self.http: tuple[str, int] | None = self._http.server_address[:2] if self._http is not None else None  # type: ignore[assignment]
 
-    def _bind(self, endpoint: str, curve: CurveServer | None) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
+    def _bind(self, endpoint: str, curve: CurveServer | None) -> None:
+        socket = self._socket
         # A reply to a verifier that has gone is an error to count, not a message to lose in silence.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 500)
@@ -169,9 +176,7 @@ class DraftServer:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            socket.close()
             raise BindError(f"can't bind {endpoint}: {error}") from error
-        return socket
 
     def run(self) -> None:
         """Serve on the calling thread until :meth:`stop`, then drain and close."""
@@ -358,8 +363,6 @@ class DraftServer:
         try:
             listening = ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
-            self._socket.close()
-            self._context.term()
             raise BindError(f"can't serve HTTP on {host}:{port}: {error}") from error
         listening.daemon_threads = True
         threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
