@@ -277,7 +277,11 @@ def measure(case: Case, contestants: dict[str, Callable[[Inputs], list[Callable[
     inputs = make_inputs(case)
     row: dict[str, object] = {**asdict(case), "name": case.name}
     for name, make in contestants.items():
-        calls = make(inputs)
+        try:
+            calls = make(inputs)
+        except densemla.ContractError as error:
+            row[f"{name}_refused"] = str(error)
+            continue
         if calls:
             row[f"{name}_cold_us"] = graph_us(calls)
             row[f"{name}_warm_us"] = graph_us(calls[:1])
@@ -299,6 +303,7 @@ def print_table(rows: list[dict[str, object]], names: list[str], ceiling: dict[s
         floor = max(floors_us(case, ceiling))
         for name in names:
             if f"{name}_cold_us" not in row:
+                print(f"{case.name:22s} {name:10s} {row.get(f'{name}_refused', 'does not run this')}")
                 continue
             cold, warm = float(row[f"{name}_cold_us"]), float(row[f"{name}_warm_us"])
             vllm = f"{case.vllm_triton_us / warm:7.2f}" if case.vllm_triton_us else "      -"
@@ -315,6 +320,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here: see `densemla doctor`")
     names = args.backend or [name for name in densemla.backends() if name not in ("cpu", "reference")]
     contestants: dict[str, Callable[[Inputs], list[Callable[[], object]]]] = {}
     for name in names:

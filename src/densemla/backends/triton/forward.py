@@ -251,6 +251,9 @@ def forward(
 ):
     """Publish one split of one tile of rows.
 
+    ``latent_tiles`` and ``rope_tiles`` are tensor descriptors of the cache, or None where it is read through
+    pointers; fp8 and packed caches come as bytes. Page ids outside the cache read as zeros.
+
     ``partial_lse`` is written for every row (-inf where the row sees nothing of the split), and with it
     either the partial output or, when its request has one split, output and LSE themselves.
     """
@@ -330,7 +333,7 @@ def forward(
                 rope = rope_tiles.load([page, start % page_size, kv_lora_rank]).reshape(BLOCK_N, ROPE)
         else:
             rows, in_cache = _rows_of(kv_cache, page, start + offset, num_pages, page_stride, row_stride, page_size)
-            in_cache = in_cache & (offset >= 0)
+            in_cache = in_cache & (offset >= 0)  # one flag for each row, also where the block lies in one page
             latent = _load_latent(rows, in_cache, columns, kv_lora_rank, DTYPE, FORMAT, NATIVE_FP8)
             rope = latent
             if qk_rope_head_dim > 0:
