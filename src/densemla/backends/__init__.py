@@ -41,6 +41,7 @@ class Backend(Protocol):
 
 
 _MODULES = {
+    "hopper": "densemla.backends.hopper",
     "triton": "densemla.backends.triton",
     "cpu": "densemla.backends.cpu",
     "reference": "densemla.backends.reference",

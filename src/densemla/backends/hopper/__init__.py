@@ -1,0 +1,324 @@
+"""The Hopper backend: wgmma and TMA kernels in CUDA C++ for compute capability 9.0, built when first needed.
+
+Why not Gluon: the shapes of its tensors are powers of two, and what these kernels gain at 96 rows comes
+from tiles of 48. Importing this package neither compiles nor touches CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+from math import gcd
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import ContractError
+from ...splits import CHUNK_TOKENS, ceil_div
+from .. import load
+from .driver import Kernel, compile_cubin, find_compiler, tensor_map
+from .source import DecodeVariant, MergeVariant
+
+if TYPE_CHECKING:
+    from ...binding import Binding
+    from ...caps import Caps
+    from .. import Backend
+
+_CAPABILITY = (9, 0)
+_LOG2E = 1.4426950408889634
+_ALIGNMENT = 16  # bytes: of TMA, and of the kernels' own loads and stores
+_MERGE_THREADS = 256
+_MANY_SPLITS = 12
+"""From this many splits on, the merge shares a row among the warps of a block."""
+
+_PAGE_SIZES = (16, 32, 64, 128, 256)
+_MOST_HEADS = 128
+_MOST_TOKENS = 1 << 30
+
+TILINGS = ((16, 1), (48, 1), (64, 1), (48, 2), (64, 2))
+"""Query rows of a block, and blocks that share every load of the cache."""
+
+_CHUNK_CYCLES = {16: 1900, 48: 3000, 64: 3700}
+"""About what a tile of so many rows takes for a chunk, in multiprocessor cycles; only the ratios matter."""
+
+_LOAD_CYCLES = 4600
+"""What a chunk takes at one multiprocessor's share of the memory bandwidth."""
+
+
+class _DecodeParams(ctypes.Structure):
+    """``Params`` of decode.cu."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("partial_output", ctypes.c_void_p),
+        ("partial_lse", ctypes.c_void_p),
+        ("page_table", ctypes.c_void_p),
+        ("cache_seqlens", ctypes.c_void_p),
+        ("cu_seqlens_q", ctypes.c_void_p),
+        ("query_cache_seqlens", ctypes.c_void_p),
+        ("q_stride_query", ctypes.c_longlong),
+        ("q_stride_head", ctypes.c_longlong),
+        ("output_stride_query", ctypes.c_longlong),
+        ("output_stride_head", ctypes.c_longlong),
+        ("lse_stride_query", ctypes.c_longlong),
+        ("lse_stride_head", ctypes.c_longlong),
+        ("table_stride", ctypes.c_longlong),
+        ("table_width", ctypes.c_int),
+        ("page_size", ctypes.c_int),
+        ("num_pages", ctypes.c_int),
+        ("batch", ctypes.c_int),
+        ("total_q", ctypes.c_int),
+        ("max_total_q", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("splits", ctypes.c_int),
+        ("single_split_chunks", ctypes.c_int),
+        ("score_scale", ctypes.c_float),
+    )
+
+
+class _MergeParams(ctypes.Structure):
+    """``Params`` of merge.cu."""
+
+    _fields_ = (
+        ("output", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("partial_output", ctypes.c_void_p),
+        ("partial_lse", ctypes.c_void_p),
+        ("cache_seqlens", ctypes.c_void_p),
+        ("cu_seqlens_q", ctypes.c_void_p),
+        ("output_stride_query", ctypes.c_longlong),
+        ("output_stride_head", ctypes.c_longlong),
+        ("lse_stride_query", ctypes.c_longlong),
+        ("lse_stride_head", ctypes.c_longlong),
+        ("table_tokens", ctypes.c_longlong),
+        ("batch", ctypes.c_int),
+        ("total_q", ctypes.c_int),
+        ("max_total_q", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("splits", ctypes.c_int),
+        ("single_split_chunks", ctypes.c_int),
+    )
+
+
+@lru_cache
+def tiling(caps: Caps) -> tuple[int, int]:
+    """The one of :data:`TILINGS` that takes the queries of a usual request in the fewest cycles."""
+    rows = _usual_rows(caps)
+
+    def cost(choice: tuple[int, int]) -> tuple[int, int]:
+        tile, cluster = choice
+        cycles = max(_CHUNK_CYCLES[tile], _LOAD_CYCLES // cluster)
+        return ceil_div(rows, tile * cluster) * cluster * cycles, tile * cluster
+
+    return min(TILINGS, key=cost)
+
+
+def _usual_rows(caps: Caps) -> int:
+    return caps.num_q_heads * ceil_div(caps.max_total_q, caps.max_batch)
+
+
+def most_tiles(total_q: int, batch: int, heads: int, rows: int) -> int:
+    """Tiles of ``rows`` that ``total_q`` queries of ``batch`` requests need at most, however they are shared out.
+
+    A request's ``n * heads`` rows are a multiple of ``gcd(heads, rows)``, so rounding them up to whole tiles
+    adds at most ``rows - gcd(heads, rows)``.
+    """
+    slack = min(batch, total_q) * (rows - gcd(heads, rows))
+    return (total_q * heads + slack) // rows
+
+
+def unsupported(caps: Caps) -> str | None:
+    """What of ``caps`` these kernels do not do, whatever the device; None when they do it all."""
+    if any(dtype is not torch.bfloat16 for dtype in (caps.q_dtype, caps.kv_dtype, caps.output_dtype)):
+        return f"it takes bf16 queries, cache and output, not {caps.q_dtype}, {caps.kv_dtype} and {caps.output_dtype}"
+    if (caps.kv_lora_rank, caps.qk_rope_head_dim) != (512, 64):
+        return f"it takes kv_lora_rank 512 and qk_rope_head_dim 64, not {caps.kv_lora_rank} and {caps.qk_rope_head_dim}"
+    if caps.page_size not in _PAGE_SIZES:
+        return f"it takes a page size of {', '.join(map(str, _PAGE_SIZES))}, not {caps.page_size}"
+    if caps.num_q_heads > _MOST_HEADS:
+        return f"it takes at most {_MOST_HEADS} heads, not {caps.num_q_heads}"
+    if caps.max_cache_tokens > _MOST_TOKENS:
+        return f"it counts tokens in 32 bits: at most {_MOST_TOKENS} per request"
+    return None
+
+
+class HopperBackend:
+    name = "hopper"
+    features = frozenset(
+        {
+            "query_cache_seqlens",
+            "cu_seqlens_q",
+            "active_splits",
+            "partial_dtype",
+            "single_split_chunks",
+            "graph_capture",
+        }
+    )
+    most_splits = 4096
+
+    def refusal(self, caps: Caps) -> str | None:
+        if caps.device.type != "cuda":
+            return f"it needs a CUDA device, not {caps.device}"
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            return "torch finds no CUDA device here: see `densemla doctor`"
+        capability = torch.cuda.get_device_capability(caps.device)
+        if capability != _CAPABILITY:
+            return f"it needs compute capability 9.0 (H100, H200), {caps.device} has {capability[0]}.{capability[1]}"
+        if (why := unsupported(caps)) is not None:
+            return why
+        if find_compiler() is None:
+            return "libnvrtc was not found: pip install the nvidia-cuda-nvrtc package of torch's CUDA version"
+        return None
+
+    def occupancy(self, caps: Caps) -> tuple[int, int]:
+        tile, cluster = tiling(caps)
+        multiprocessors = torch.cuda.get_device_properties(caps.device).multi_processor_count
+        return caps.max_batch * ceil_div(_usual_rows(caps), tile * cluster), multiprocessors // cluster
+
+    def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {}
+
+    def compile(self, binding: Binding) -> None:
+        """Build and load the kernels of this binding."""
+        if (odd := _misaligned(binding)) is not None:
+            _substitute(binding, odd).compile(binding)
+            return
+        with torch.cuda.device(binding.q.device):
+            _kernels(binding)
+
+    def run(self, binding: Binding) -> None:
+        if (odd := _misaligned(binding)) is not None:
+            _substitute(binding, odd).run(binding)
+            return
+        with torch.cuda.device(binding.q.device):
+            _launch(binding)
+
+
+def _misaligned(binding: Binding) -> str | None:
+    """The tensor whose rows do not all begin on a 16-byte boundary, which TMA and 16-byte accesses need."""
+    for name in ("q", "kv_cache", "output"):
+        tensor: torch.Tensor = getattr(binding, name)
+        steps = [stride for stride, size in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if size > 1]
+        if any(offset % _ALIGNMENT for offset in (tensor.data_ptr(), *(2 * step for step in steps))):
+            return name
+    return None
+
+
+def _substitute(binding: Binding, name: str) -> Backend:
+    """The Triton backend, which takes any strides; the scratch of both is the same."""
+    triton = load("triton")
+    if triton.refusal(binding.plan.caps) is not None:
+        tensor: torch.Tensor = getattr(binding, name)
+        raise ContractError(
+            name,
+            f"rows on {_ALIGNMENT}-byte boundaries (others need the package triton)",
+            f"address {tensor.data_ptr():#x}, strides {tuple(tensor.stride())}",
+        )
+    return triton
+
+
+@lru_cache(maxsize=64)
+def _decode_kernel(variant: DecodeVariant, device: int) -> Kernel:
+    cubin = compile_cubin(variant.source(), "densemla_decode.cu")
+    return Kernel(cubin, "decode", threads=variant.threads, shared_bytes=variant.shared_bytes)
+
+
+@lru_cache(maxsize=64)
+def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
+    return Kernel(compile_cubin(variant.source(), "densemla_merge.cu"), "merge", threads=_MERGE_THREADS)
+
+
+def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:
+    plan, device = binding.plan, binding.q.device.index
+    partial_f32 = plan.partial_dtype is torch.float32
+    decode = _decode_kernel(DecodeVariant(*tiling(plan.caps), partial_f32), device)
+    if plan.num_splits == 1:
+        return decode, None
+    return decode, _merge_kernel(MergeVariant(_merge_warps(plan.num_splits), partial_f32), device)
+
+
+def _merge_warps(num_splits: int) -> int:
+    """Warps that share half a row in the merge. From the plan alone: it decides the order of the sums."""
+    return _MERGE_THREADS // 32 if num_splits >= _MANY_SPLITS else 1
+
+
+def _launch(binding: Binding) -> None:
+    plan, caps = binding.plan, binding.plan.caps
+    if binding.total_q == 0:
+        return
+    decode, merge = _kernels(binding)
+    stream = torch.cuda.current_stream().cuda_stream
+    output, lse, visible = binding.output, binding.lse, binding.query_cache_seqlens
+    partial_output, partial_lse = binding.scratch["partial_output"], binding.scratch["partial_lse"]
+    params = _DecodeParams(
+        binding.q.data_ptr(),
+        output.data_ptr(),
+        lse.data_ptr(),
+        partial_output.data_ptr(),
+        partial_lse.data_ptr(),
+        binding.page_table.data_ptr(),
+        binding.cache_seqlens.data_ptr(),
+        binding.cu_seqlens_q.data_ptr(),
+        None if visible is None else visible.data_ptr(),
+        *binding.q.stride()[:2],
+        *output.stride()[:2],
+        *lse.stride(),
+        binding.page_table.stride(0),
+        binding.page_table.shape[1],
+        caps.page_size,
+        binding.num_pages,
+        binding.batch,
+        binding.total_q,
+        caps.max_total_q,
+        caps.num_q_heads,
+        binding.active_splits,
+        plan.single_split_chunks,
+        binding.sm_scale * _LOG2E,
+    )
+    tile, cluster = tiling(caps)
+    tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile * cluster), 1)
+    decode.launch(tiles * cluster * binding.active_splits, stream, (_cache_map(binding), params))
+    if merge is None or binding.active_splits == 1:
+        return
+    merge_params = _MergeParams(
+        output.data_ptr(),
+        lse.data_ptr(),
+        partial_output.data_ptr(),
+        partial_lse.data_ptr(),
+        binding.cache_seqlens.data_ptr(),
+        binding.cu_seqlens_q.data_ptr(),
+        *output.stride()[:2],
+        *lse.stride(),
+        binding.page_table.shape[1] * caps.page_size,
+        binding.batch,
+        binding.total_q,
+        caps.max_total_q,
+        caps.num_q_heads,
+        binding.active_splits,
+        plan.single_split_chunks,
+    )
+    warps = 2 * binding.total_q * caps.num_q_heads * _merge_warps(plan.num_splits)
+    merge.launch(ceil_div(warps, _MERGE_THREADS // 32), stream, (merge_params,), early=True)
+
+
+def _cache_map(binding: Binding) -> ctypes.Array[ctypes.c_char]:
+    cache = binding.kv_cache
+    pages, page_size, width = cache.shape
+    if pages == 0:
+        # A descriptor needs an address, even if no page id can be valid.
+        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (2 * width, 2 * width), (64, 1, 1))
+    # A dimension of one element may have any stride, which the descriptor would still check.
+    row_stride = 2 * (cache.stride(1) if page_size > 1 else width)
+    page_stride = 2 * (cache.stride(0) if pages > 1 else page_size * width)
+    return tensor_map(
+        cache.data_ptr(),
+        (width, page_size, pages),
+        (row_stride, page_stride),
+        (64, min(page_size, CHUNK_TOKENS), 1),
+    )
+
+
+BACKEND = HopperBackend()
