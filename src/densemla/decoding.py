@@ -77,7 +77,8 @@ def decode(
 
     The number of splits is pinned (32, or less under ``max_splits``) and the capacity is the page
     table's rounded up to a power of two of at least 131072 tokens, so a request's bits do not depend on
-    who shares its batch.
+    who shares its batch. (A GPU backend may choose other tiles, and so other bits, for steps with more
+    queries per request; a server's own plan fixes them.)
 
     Returns:
         ``(output, lse)``: [total_q, num_q_heads, kv_lora_rank] in the query's dtype (bf16 for fp8
