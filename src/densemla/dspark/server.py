@@ -165,6 +165,7 @@ class DraftServer:
         # A reply to a verifier that has gone is an error to count, not a message to lose in silence.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.RCVTIMEO, POLL_MILLISECONDS)
         largest = self.engine.max_rows * self.engine.geometry.row_bytes
         socket.setsockopt(zmq.MAXMSGSIZE, max(largest, 1 << 20))
         if curve is not None:
@@ -182,11 +183,11 @@ class DraftServer:
         """Serve on the calling thread until :meth:`stop`, then drain and close."""
         try:
             while not self._stop.is_set():
-                if self._socket.poll(POLL_MILLISECONDS):
-                    self._receive()
-            deadline = time.monotonic() + self.drain_seconds
-            while time.monotonic() < deadline and self._socket.poll(0):
                 self._receive()
+            self._socket.setsockopt(zmq.RCVTIMEO, 0)
+            deadline = time.monotonic() + self.drain_seconds
+            while self._receive() and time.monotonic() < deadline:
+                pass
         finally:
             self.close()
 
@@ -210,9 +211,18 @@ class DraftServer:
             self._http.shutdown()
             self._http.server_close()
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Deal with the next message; False when none came in time."""
+        try:
+            # A receive that waits is one system call less than a poll.
+            parts = self._socket.recv_multipart(copy=False)
+        except zmq.Again:
+            return False
+        self._handle(parts)
+        return True
+
+    def _handle(self, parts: list[zmq.Frame]) -> None:
         arrived = time.perf_counter()
-        parts = self._socket.recv_multipart(copy=False)
         sender = parts[0].bytes
         if len(parts) < 2:
             self._reject("malformed")
