@@ -70,7 +70,6 @@ def test_layer_of_a_larger_cache(backend: str, heads: int) -> None:
 def test_odd_strides(backend: str) -> None:
     """A cache whose rows lie on no 16-byte boundary, and queries and outputs that are views."""
     step = make_step([200, 1000], heads=12)
-    run = decode(step, backend)
     cache = torch.full((step.kv_cache.shape[0], 64, 577), math.nan, dtype=torch.bfloat16, device="cuda")
     cache[..., :576] = step.kv_cache.cuda()
     q = torch.full((2, 12, 580), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -78,7 +77,7 @@ def test_odd_strides(backend: str) -> None:
     output = torch.full((2, 14, 520), math.nan, dtype=torch.bfloat16, device="cuda")[:, :12, 3:515]
     lse = torch.full((12, 2), math.nan, device="cuda").T
     changes = {"kv_cache": cache[..., :576], "q": q[..., :576], "output": output, "lse": lse}
-    assert same(run, decode(step, backend, changes=changes))
+    assert_right(step, decode(step, backend, changes=changes))
 
 
 @pytest.mark.parametrize("heads", [6, 16, 96])

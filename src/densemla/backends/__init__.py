@@ -48,7 +48,8 @@ _MODULES = {
 }
 """Backend name to the module that holds its ``BACKEND``; in the order in which ``auto`` asks them."""
 
-_NEVER_AUTO = ("reference",)
+_ONLY_BY_NAME = ("hopper", "reference")
+"""Never chosen by ``auto``: hopper until tests/gpu has run on it (benchmarks/notes/hopper.md), reference ever."""
 
 
 def backends() -> tuple[str, ...]:
@@ -73,7 +74,7 @@ def resolve(caps: Caps) -> Backend:
         return backend
     reasons = []
     for name in _MODULES:
-        if name in _NEVER_AUTO:
+        if name in _ONLY_BY_NAME:
             continue
         backend = load(name)
         if (why := backend.refusal(caps)) is None:
