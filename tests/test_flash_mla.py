@@ -31,6 +31,11 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
+def precise() -> torch.dtype:
+    """The most precise type that a backend multiplies where the test's tensors are made."""
+    return torch.float32 if torch.get_default_device().type == "cpu" else torch.float16
+
+
 MAIN_ARGUMENTS = [
     "q",
     "k_cache",
@@ -123,23 +128,25 @@ def check(
     assert out.dtype is case.q.dtype
     assert lse.shape == (b, h, s_q)
     assert lse.dtype is torch.float32
-    tol = max(tol, {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(case.q.dtype, 0))
+    tol = max(tol, {torch.bfloat16: 1e-2, torch.float16: 5e-3}.get(case.q.dtype, 0))
+    # A GPU multiplies in 16 bits, an fp8 record's values too: its scores are no better.
+    lse_tol = 1e-4 if precise() is torch.float32 else 2e-2
     for i in range(b):
         for t in range(s_q):
             want, want_lse = attention(case.q[i, t], rows_of(i, t), scale)
             assert not out[i, t].isnan().any()
             error = (out[i, t].double() - want).norm() / max(want.norm().item(), 1e-9)
             assert error < tol, (i, t, error)
-            torch.testing.assert_close(lse[i, :, t].double(), want_lse, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(lse[i, :, t].double(), want_lse, rtol=1e-5, atol=lse_tol)
             if math.isinf(want_lse[0]):
                 assert (out[i, t] == 0).all()
 
 
 @pytest.mark.parametrize("form", ["old", "older", "new"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("s_q", "h_q", "dtype"), [(1, 16, torch.bfloat16), (2, 7, torch.float32)])
-def test_dense(form: str, causal: bool, s_q: int, h_q: int, dtype: torch.dtype) -> None:
-    case = Case([1, 0, 63, 64, 700, 4200], s_q, h_q, dtype)
+@pytest.mark.parametrize(("s_q", "h_q", "dtype"), [(1, 16, torch.bfloat16), (2, 7, None)])
+def test_dense(form: str, causal: bool, s_q: int, h_q: int, dtype: torch.dtype | None) -> None:
+    case = Case([1, 0, 63, 64, 700, 4200], s_q, h_q, dtype or precise())
     if form == "new":
         metadata, num_splits = get_mla_metadata()
         assert isinstance(metadata, FlashMLASchedMeta)
@@ -167,7 +174,7 @@ def test_dense(form: str, causal: bool, s_q: int, h_q: int, dtype: torch.dtype) 
 
 def test_float32_partials_reach_it_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE", "fp32")
-    case = Case([9000], 1, 4, torch.float32)
+    case = Case([9000], 1, 4, precise())
     out, lse = flash_mla_with_kvcache(
         case.q, case.plain(), case.block_table, case.cache_seqlens, DV, *get_mla_metadata(), softmax_scale=0.05
     )
@@ -176,15 +183,15 @@ def test_float32_partials_reach_it_through_the_environment(monkeypatch: pytest.M
 
 
 def test_two_key_heads() -> None:
-    case = Case([5, 300], 2, 8, torch.float32)
-    second = torch.randn(case.rows.shape, generator=generator(5))
+    case = Case([5, 300], 2, 8, precise())
+    second = torch.randn(case.rows.shape, generator=generator(5)).to(case.rows.dtype)
     cache = torch.stack((case.rows, second), 2)
     out, lse = flash_mla_with_kvcache(
         case.q, cache, case.block_table, case.cache_seqlens, DV, *get_mla_metadata(), causal=True
     )
     for head, rows in enumerate((case.rows, second)):
         part = slice(head * 4, head * 4 + 4)
-        half = Case([5, 300], 2, 4, torch.float32)
+        half = Case([5, 300], 2, 4, precise())
         half.q = case.q[:, :, part]
         flat = rows.reshape(-1, D)
         check(
@@ -223,9 +230,9 @@ def test_dense_records() -> None:
 @pytest.mark.parametrize("gap", [0, 64 * D, 32])
 def test_indexed_over_a_view_of_one_layer(gap: int) -> None:
     """Blocks of one layer lie apart: by whole tokens, or by an odd number of elements."""
-    case = Case([40, 700], 1, 4, torch.float32)
+    case = Case([40, 700], 1, 4, precise())
     blocks, step = case.rows.shape[0], 64 * D + gap
-    held = torch.full((blocks * step,), math.nan)
+    held = torch.full((blocks * step,), math.nan, dtype=case.rows.dtype)
     cache = held.as_strided((blocks, 64, 1, D), (step, D, D, 1))
     cache.copy_(case.plain())
     indices = case.indices(64)
@@ -235,8 +242,8 @@ def test_indexed_over_a_view_of_one_layer(gap: int) -> None:
 
 
 def test_topk_length_sink_and_extra_cache() -> None:
-    case = Case([40, 700, 200], 2, 4, torch.float32)
-    other = Case([64, 64, 64], 2, 4, torch.float32, block=16, seed=9)
+    case = Case([40, 700, 200], 2, 4, precise())
+    other = Case([64, 64, 64], 2, 4, precise(), block=16, seed=9)
     indices, extra = case.indices(64), other.indices(32)
     limit, extra_limit = torch.tensor([3, 64, 0]).int(), torch.tensor([32, 0, 9]).int()
     sink = torch.tensor([-math.inf, 0.0, 3.0, math.inf])
@@ -277,7 +284,9 @@ def test_topk_length_sink_and_extra_cache() -> None:
     assert torch.equal(lse, lse_again)
     weight = lse.double().exp()
     share = torch.where(lse == math.inf, 0.0, weight / (weight + sink.double().exp().view(4, 1)))
-    torch.testing.assert_close(out, (unsunk * share.transpose(1, 2).unsqueeze(-1)).float())
+    sunk = unsunk * share.transpose(1, 2).unsqueeze(-1)
+    rtol, atol = (1.3e-6, 1e-5) if out.dtype is torch.float32 else (2e-3, 1e-3)
+    torch.testing.assert_close(out, sunk.to(out.dtype), rtol=rtol, atol=atol)
     assert (out[:, :, 3] == 0).all()
 
 
@@ -299,7 +308,7 @@ def test_arguments_are_flashmlas() -> None:
 
 
 def test_refusals(device: str) -> None:
-    case = Case([5, 70], 2, 4, torch.float32)
+    case = Case([5, 70], 2, 4, precise())
     cache, indices = case.plain(), case.indices(8)
 
     def call(named: str, **changes: object) -> None:
