@@ -26,12 +26,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny.save_pair(tmp_path_factory.mktemp("pair"), target, tiny.make_good_draft(target))
 
 
-PROMPTS = [[3, 14, 15, 9, 26], [5] * 12, list(range(40))]
-NEW_TOKENS = 32
-
-
 @pytest.fixture(scope="session")
 def plain(pair: tuple[Path, Path]) -> list[list[int]]:
     """What plain greedy decoding of the prompts gives."""
     target = TinyTarget.load(pair[0], tiny.LAYERS)
-    return generate(tiny.paged(target), PROMPTS, NEW_TOKENS).tokens
+    return generate(tiny.paged(target), tiny.PROMPTS, tiny.NEW_TOKENS).tokens

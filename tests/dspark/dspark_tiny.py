@@ -48,6 +48,9 @@ def draft_config(**changes: object) -> DSparkConfig:
     return DSparkConfig(**fields)  # type: ignore[arg-type]
 
 
+PROMPTS = [[3, 14, 15, 9, 26], [5] * 12, list(range(40))]
+NEW_TOKENS = 32
+
 YARN = RopeConfig(factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
 
 

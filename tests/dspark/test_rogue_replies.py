@@ -11,10 +11,10 @@ import dspark_tiny as tiny
 import msgspec
 import pytest
 import torch
-from conftest import NEW_TOKENS, PROMPTS
+from dspark_tiny import NEW_TOKENS, PROMPTS
 
 from densemla.dspark.checkpoint import identity, load_config
-from densemla.dspark.protocol import geometry_of
+from densemla.dspark.protocol import Drafted, encode, geometry_of
 from densemla.dspark.remote import DraftRefusedError, DraftRequest, DraftUnreachableError, RemoteDraft
 from densemla.dspark.speculate import generate
 from densemla.dspark.tiny_target import TinyTarget
@@ -147,6 +147,32 @@ def test_a_refusal_names_the_field(rogue, geometry):
         assert caught.value.field == field
 
 
+class Chatterbox:
+    """A socket on which a stale reply is always waiting."""
+
+    def __init__(self, real):
+        self.real = real
+        self.until = time.monotonic() + 2.0
+        self.setsockopt = self.send = lambda *_, **__: None
+
+    def recv_multipart(self, *_):
+        assert time.monotonic() < self.until, "propose reads on and on"
+        return [encode(Drafted(sequence=0, width=0, dtype="int32", status=[])), b""]
+
+    def close(self, linger):
+        self.real.close(linger=linger)
+
+
+def test_stale_replies_without_end_do_not_hold_a_call_up(rogue, geometry):
+    with RemoteDraft(rogue["narrow"], geometry, timeout=0.05) as remote:
+        remote.connect()
+        remote._link.socket = Chatterbox(remote._link.socket)
+        rows = torch.zeros(1, geometry.context_width, dtype=torch.bfloat16)
+        assert remote.propose([DraftRequest(0, 0, rows, 5, reset=True)]).eq(-1).all()
+        assert remote.counters["timeout"] == 1
+        assert remote.counters["stale_reply"] > 10
+
+
 def test_nobody_there(geometry):
     with RemoteDraft("tcp://127.0.0.1:9", geometry, hello_timeout=0.05) as remote:
         with pytest.raises(DraftUnreachableError, match="densemla dspark serve"):
@@ -197,6 +223,18 @@ def test_a_request_resumes_only_after_a_reset_and_marks_end_with_it(rogue, geome
         assert remote.counters["timeout"] == 2
         remote.finish([4])
         assert not remote._marked
+
+
+def test_a_known_request_whose_call_failed_here_has_a_gap(rogue, geometry):
+    rows = torch.zeros(1, geometry.context_width, dtype=torch.bfloat16)
+    with RemoteDraft(rogue["narrow"], geometry, timeout=1.0) as remote:
+        remote.connect()
+        remote.propose([DraftRequest(4, 0, rows, 5, reset=True)])
+        assert not remote.needs_reset(4)
+        remote.propose([DraftRequest(4, 1, rows.float(), 5)])
+        assert remote.needs_reset(4)
+        assert remote.propose([DraftRequest(4, 2, rows, 5)]).eq(-1).all()
+        assert remote.propose([DraftRequest(4, 0, rows, 5, reset=True)])[0, 0] == 1
 
 
 def test_connections_leak_no_descriptors(rogue, geometry, target):

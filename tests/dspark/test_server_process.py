@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 import zmq
-from conftest import NEW_TOKENS, PROMPTS
+from dspark_tiny import NEW_TOKENS, PROMPTS
 
 from densemla.dspark.checkpoint import identity, load_config
 from densemla.dspark.protocol import (

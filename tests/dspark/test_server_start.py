@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from conftest import NEW_TOKENS, PROMPTS
+from dspark_tiny import NEW_TOKENS, PROMPTS
 from typer.testing import CliRunner
 
 from densemla import ContractError

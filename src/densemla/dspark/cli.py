@@ -156,7 +156,9 @@ def demo(
     if as_json:
         print(json.dumps(outcome.to_json()))
     else:
-        Console().print(outcome.table())
+        out = Console()
+        out.print(outcome.table())
+        out.print(outcome.sample[:240], style="dim", markup=False, highlight=False)
     if not outcome.equal:
         raise _stop("the drafted tokens differ from plain greedy decoding")
 

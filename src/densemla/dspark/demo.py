@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -334,10 +335,10 @@ def _timed(
             longest = len(prompt) + tokens + DRAFT.block_size + 1
             paged = PagedTarget(target, 1, longest, longest)
             begin = time.perf_counter()
-            one = generate(
-                paged, [prompt], tokens, remote, lambda new: progress.update(task, advance=new), first=number
-            )
+            one = generate(paged, [prompt], tokens, remote, partial(progress.advance, task), first=number)
             seconds += time.perf_counter() - begin
+            # The last step may have gone past the end.
+            progress.update(task, completed=(number + 1) * tokens)
             whole = replace(
                 whole,
                 tokens=[*whole.tokens, *one.tokens],

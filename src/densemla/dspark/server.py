@@ -332,7 +332,7 @@ class DraftServer:
     def _reply(self, to: bytes, message: msgspec.Struct, *frames: bytes) -> None:
         try:
             self._socket.send_multipart([to, encode(message), *frames], zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError):
+        except zmq.ZMQError:
             self._reject("verifier_gone")
 
     def health(self) -> dict[str, object]:

@@ -101,10 +101,9 @@ def block_rejection_sample(
             survival, target_probs[:, i + 1], _drawn_from(draft_tokens, draft_probs, i + 1, lengths, vocab)
         )
         mass = after.sum(1)
-        # Where draft and target agree entirely (0 / 0) the prefix is certain to survive.
-        shared = torch.where((mass == 0) & (survival == 1), 1.0, mass / (mass + 1 - survival))
-        # The last token of a proposal has no successor to share its chance with.
-        chance = torch.where(lengths == i + 1, survival, shared)
+        # After a proposal's last token nothing was drawn, so mass is survival, and so is the chance. Where draft
+        # and target agree entirely (0 / 0) the prefix is certain to survive.
+        chance = torch.where((mass == 0) & (survival == 1), 1.0, mass / (mass + 1 - survival))
         keep = live & (coins[:, i] < chance)
         accepted = torch.where(keep, i + 1, accepted)
         residual = torch.where(keep.unsqueeze(1), after, residual)
