@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from ..caps import Caps
 
 
+SPLIT_FEATURES = frozenset(
+    {"query_cache_seqlens", "cu_seqlens_q", "active_splits", "partial_dtype", "single_split_chunks"}
+)
+"""Features of a backend that follows the split options."""
+
+
 class Backend(Protocol):
     """What a backend offers. Stateless: everything that varies is in the plan and the binding."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import SPLIT_FEATURES
 from . import native, torch_blocks
 
 if TYPE_CHECKING:
@@ -19,9 +20,7 @@ _SPLITS = 32
 
 class CpuBackend:
     name = "cpu"
-    features = frozenset(
-        {"query_cache_seqlens", "cu_seqlens_q", "active_splits", "partial_dtype", "single_split_chunks"}
-    )
+    features = SPLIT_FEATURES
     most_splits = 4096
 
     def refusal(self, caps: Caps) -> str | None:

@@ -16,7 +16,7 @@ import torch
 
 from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
-from .. import load
+from .. import SPLIT_FEATURES, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
 from .source import DecodeVariant, MergeVariant
 
@@ -147,16 +147,7 @@ def unsupported(caps: Caps) -> str | None:
 
 class HopperBackend:
     name = "hopper"
-    features = frozenset(
-        {
-            "query_cache_seqlens",
-            "cu_seqlens_q",
-            "active_splits",
-            "partial_dtype",
-            "single_split_chunks",
-            "graph_capture",
-        }
-    )
+    features = SPLIT_FEATURES | {"graph_capture"}
     most_splits = 4096
 
     def refusal(self, caps: Caps) -> str | None:

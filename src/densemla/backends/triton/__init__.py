@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...splits import ceil_div
+from .. import SPLIT_FEATURES
 from .tiles import CONVERTED_Q, INTERPRETED, Device, Tiles, choose, computing_dtype, device_of, rows_per_request
 
 if TYPE_CHECKING:
@@ -29,16 +30,7 @@ _MOST_ROWS = 1 << 24
 
 class TritonBackend:
     name = "triton"
-    features = frozenset(
-        {
-            "query_cache_seqlens",
-            "cu_seqlens_q",
-            "active_splits",
-            "partial_dtype",
-            "single_split_chunks",
-            "graph_capture",
-        }
-    )
+    features = SPLIT_FEATURES | {"graph_capture"}
     most_splits = 4096
 
     def refusal(self, caps: Caps) -> str | None:
