@@ -20,7 +20,7 @@ from densemla.dspark.speculate import generate
 from densemla.dspark.tiny_target import TinyTarget
 
 TIMEOUT = 0.06
-SLACK = 0.3
+SLACK = 0.5
 """What a loaded machine may add to a wait."""
 
 FAULTS = {
@@ -96,16 +96,16 @@ def target(pair):
     return TinyTarget.load(pair[0], tiny.LAYERS)
 
 
-def run(endpoint, geometry, target):
+def run(endpoint, geometry, target, timeout=TIMEOUT):
     backoff = (0.005, 0.02)
-    with RemoteDraft(endpoint, geometry, timeout=TIMEOUT, hello_timeout=0.1, backoff=backoff) as remote:
+    with RemoteDraft(endpoint, geometry, timeout=timeout, hello_timeout=0.1, backoff=backoff) as remote:
         try:
             remote.connect(0.3)
         except (DraftRefusedError, DraftUnreachableError):
             assert not remote.connected
         timed = Timed(remote, geometry.vocab_size)
         result = generate(tiny.paged(target), PROMPTS, NEW_TOKENS, timed)
-    assert timed.slowest < TIMEOUT + SLACK
+    assert timed.slowest < timeout + SLACK
     return result, remote
 
 
@@ -121,7 +121,7 @@ def test_a_fault_costs_the_proposals_and_nothing_else(fault, cause, rogue, geome
 
 @pytest.mark.parametrize("variant", HARMLESS)
 def test_a_normal_variant_is_no_fault(variant, rogue, geometry, target, plain):
-    result, remote = run(rogue[variant], geometry, target)
+    result, remote = run(rogue[variant], geometry, target, timeout=5.0)
     assert result.tokens == plain
     failures = set(remote.counters) - {"calls", "tokens", "marked", "connects"}
     assert not failures, remote.counters

@@ -57,7 +57,7 @@ def server(pair):
 
 
 def remote_of(endpoint, geometry, **options):
-    return RemoteDraft(endpoint, geometry, **{"timeout": 1.0, "backoff": (0.01, 0.05), **options})
+    return RemoteDraft(endpoint, geometry, **{"timeout": 5.0, "backoff": (0.01, 0.05), **options})
 
 
 class Eventful:
@@ -94,7 +94,7 @@ def test_killed_in_a_call_and_restarted(pair, geometry, target, plain):
         endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     with (
         tiny.serve_ready(*pair, bind=endpoint) as (_, first),
-        remote_of(endpoint, geometry, timeout=0.2, hello_timeout=0.2) as remote,
+        remote_of(endpoint, geometry, timeout=0.4, hello_timeout=0.4) as remote,
     ):
         remote.connect()
         accepted_before = []
@@ -110,7 +110,7 @@ def test_killed_in_a_call_and_restarted(pair, geometry, target, plain):
         assert accepted_before[0] > 0
         assert remote.counters["timeout"] == 1
         assert remote.counters["tokens"] == accepted_before[0]
-        assert eventful.slowest < 0.5
+        assert eventful.slowest < 0.9
         with tiny.serve_ready(*pair, bind=endpoint):
             remote.connect(10.0)
             again = generate(tiny.paged(target), PROMPTS, NEW_TOKENS, remote, first=100)
@@ -134,7 +134,7 @@ def test_a_stall_makes_late_replies_and_requests_start_anew_after_it(pair, serve
     assert remote.counters["timeout"] >= 1
     assert remote.counters["connects"] >= 2
     assert result.accepted > 0
-    assert eventful.slowest < 0.4
+    assert eventful.slowest < 0.6
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_the_vllm_proposer(token_pair):
     prompts = [[3, 14, 15, 9], [5] * 6, [7, 8]]
     plain, _ = run_like_vllm(target, None, prompts, 24)
     with tiny.serve_ready(*token_pair) as (ready, running):
-        env = {ENDPOINT_ENV: ready["endpoint"], DRAFT_ENV: str(token_pair[1]), TIMEOUT_ENV: "1000"}
+        env = {ENDPOINT_ENV: ready["endpoint"], DRAFT_ENV: str(token_pair[1]), TIMEOUT_ENV: "3000"}
         proposer = RemoteDSparkProposer(StandInConfig, env)
         proposer.load_model(object())
         tokens, accepted = run_like_vllm(target, proposer, prompts, 24)
