@@ -230,6 +230,8 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     save_file({name: tensors[name] for name in ("q", "kv_cache", "cache_seqlens")}, lacking, {"sm_scale": "1"})
     assert "page_table: expected a tensor of this name" in refused("decode", lacking, "-o", out)
     assert "no folder" in refused("decode", LAYER, "-o", tmp_path / "none" / "out")
+    # Brackets are text, not markup.
+    assert "[none]" in refused("decode", LAYER, "-o", tmp_path / "[none]" / "out")
     assert "another file than INPUT" in refused("decode", lacking, "-o", lacking)
     assert "output: expected" in refused("check", LAYER, "--against", LAYER)
     assert "against" in refused("check", LAYER, "--against", lacking, "--partial-dtype", "fp32")

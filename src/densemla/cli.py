@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
@@ -17,6 +18,7 @@ from . import __version__, captured, presets, reporting
 from .device import current, usable
 from .distributed.check import dcp_check
 from .doctor import State, examine
+from .dspark.cli import app as dspark_app
 from .errors import ContractError
 from .inputs import LOGITS
 from .options import PARTIAL_DTYPES, SplitOptions
@@ -37,7 +39,7 @@ class _Group(TyperGroup):
             message = str(error)
         except OSError as error:
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(USER_ERROR)
 
 
@@ -254,6 +256,7 @@ def check(
 
 
 app.command("dcp-check")(dcp_check)
+app.add_typer(dspark_app, name="dspark")
 
 
 if __name__ == "__main__":
