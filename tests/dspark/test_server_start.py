@@ -276,9 +276,10 @@ def test_a_long_context_goes_over_in_parts(pair, plain):
     engine = DraftEngine(
         tiny.make_good_draft(target), checkpoint="", kv_bytes=1 << 22, max_rows=engine_rows, max_batch=8
     )
-    with tiny.running(DraftServer(engine, http=None)) as server, RemoteDraft(
-        server.endpoint, engine.geometry, timeout=5.0
-    ) as remote:
+    with (
+        tiny.running(DraftServer(engine, http=None)) as server,
+        RemoteDraft(server.endpoint, engine.geometry, timeout=5.0) as remote,
+    ):
         remote.connect()
         assert remote.max_rows == engine_rows
         result = generate(tiny.paged(target), PROMPTS, NEW_TOKENS, remote)

@@ -22,8 +22,7 @@ def languages(seed):
     """A target and a draft in which the last token alone decides: [VOCAB + 1, VOCAB], the anchor last."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.softmax(2 * torch.randn(VOCAB + 1, VOCAB, dtype=torch.float64, generator=generator), -1)
-        for _ in range(2)
+        torch.softmax(2 * torch.randn(VOCAB + 1, VOCAB, dtype=torch.float64, generator=generator), -1) for _ in range(2)
     ]
 
 

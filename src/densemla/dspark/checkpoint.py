@@ -175,9 +175,7 @@ def load_config(folder: Path) -> DSparkConfig:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def load_draft(
-    draft: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-) -> DSparkDraft:
+def load_draft(draft: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> DSparkDraft:
     """A draft with its target's embedding and LM head.
 
     Args:

@@ -163,9 +163,7 @@ KIMI_K3_DSPARK = DSparkConfig(
     vocab_size=163840,
     rms_norm_eps=1e-5,
     max_position_embeddings=1048576,
-    rope=RopeConfig(
-        theta=50000.0, factor=32.0, original_max_position_embeddings=32768, mscale=1.0, mscale_all_dim=1.0
-    ),
+    rope=RopeConfig(theta=50000.0, factor=32.0, original_max_position_embeddings=32768, mscale=1.0, mscale_all_dim=1.0),
     target_hidden_size=7168,
     target_layer_ids=(2, 23, 47, 71, 89),
     mask_token_id=163837,
@@ -270,4 +268,3 @@ def _required(fields: Mapping[str, Any], name: str) -> Any:
     if name not in fields:
         raise ContractError(f"config field {name!r}", "to be present", "nothing")
     return fields[name]
-

@@ -72,9 +72,7 @@ class DSparkDraft(nn.Module):
         out: torch.Tensor = self.context_norm(self.context_proj(states.to(self.context_proj.weight.dtype)))
         return out
 
-    def context_latents(
-        self, rows: torch.Tensor, positions: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def context_latents(self, rows: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What each layer keeps of context rows: (latent [..., T, rank], rotated rope part)."""
         states = self.context(rows)
         return [attention.latent(states, positions) for attention in self.attentions]

@@ -59,9 +59,9 @@ class PagedAttention:
         """
         device = self.pool.caches.device
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        slots = torch.cat(
-            [self.pool.slots(e, s, n) for e, s, n in zip(entries, starts, counts, strict=True)]
-        ).to(device)
+        slots = torch.cat([self.pool.slots(e, s, n) for e, s, n in zip(entries, starts, counts, strict=True)]).to(
+            device
+        )
         page_table = self.pool.page_table(entries)
         cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
         new = torch.tensor(counts, dtype=torch.int32)

@@ -80,9 +80,7 @@ class RemoteDSparkProposer:
             raise ContractError(DRAFT_ENV, f"a draft for the target's vocabulary of {vocab}", config.vocab_size)
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self.depth = min(vllm_config.speculative_config.num_speculative_tokens, config.block_size)
-        self.remote = RemoteDraft(
-            env[ENDPOINT_ENV], geometry_of(config, identity(folder)), timeout=int(timeout) / 1000
-        )
+        self.remote = RemoteDraft(env[ENDPOINT_ENV], geometry_of(config, identity(folder)), timeout=int(timeout) / 1000)
         self._rows: dict[int, _Tracked] = {}
         self._numbers = itertools.count()
 

@@ -66,7 +66,7 @@ class TritonBackend:
             torch.cuda.synchronize(binding.q.device)
 
     def run(self, binding: Binding) -> None:
-        from .launch import launch  # noqa: PLC0415 (Triton is imported when it is needed)
+        from .launch import launch  # noqa: PLC0415  # Triton is imported when it is needed
 
         caps = binding.plan.caps
         if not binding.q.is_cuda:
@@ -100,7 +100,7 @@ def _device_refusal(caps: Caps) -> str | None:
         return "torch finds no CUDA device here: see `densemla doctor`"
     if not _triton_found():
         return _NO_TRITON
-    from .launch import version  # noqa: PLC0415 (Triton is imported when it is needed)
+    from .launch import version  # noqa: PLC0415  # Triton is imported when it is needed
 
     if version() < _OLDEST_TRITON:
         return f"it needs Triton {_OLDEST_TRITON[0]}.{_OLDEST_TRITON[1]} or later, not {'.'.join(map(str, version()))}"
