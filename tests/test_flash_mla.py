@@ -303,6 +303,23 @@ def test_a_requests_bits_do_not_depend_on_its_batch() -> None:
     assert torch.equal(lse[:1], lse_alone)
 
 
+@pytest.mark.parametrize(("batch", "s_q"), [(0, 1), (0, 2), (2, 0)])
+@pytest.mark.parametrize("heads_k", [1, 2])
+def test_an_empty_step_gives_empty_results(batch: int, s_q: int, heads_k: int) -> None:
+    q = torch.randn(batch, s_q, 4, D, dtype=precise())
+    cache = torch.randn(3, 64, heads_k, D, dtype=precise())
+    table, lengths = torch.zeros(batch, 2, dtype=torch.int32), torch.full((batch,), 5, dtype=torch.int32)
+    ways: list[dict[str, object]] = [{"causal": False}, {"causal": True}]
+    if heads_k == 1:
+        chosen = torch.zeros(batch, s_q, 8, dtype=torch.int32)
+        sunk = {"indices": chosen, "attn_sink": torch.zeros(4)}
+        ways += [sunk, {**sunk, "extra_k_cache": cache, "extra_indices_in_kvcache": chosen}]
+    for more in ways:
+        out, lse = flash_mla_with_kvcache(q, cache, table, lengths, DV, *get_mla_metadata(), **more)
+        assert (out.shape, out.dtype) == ((batch, s_q, 4, DV), q.dtype)
+        assert (lse.shape, lse.dtype) == ((batch, 4, s_q), torch.float32)
+
+
 def test_arguments_are_flashmlas() -> None:
     assert list(inspect.signature(flash_mla_with_kvcache).parameters) == MAIN_ARGUMENTS
 
@@ -324,7 +341,24 @@ def test_refusals(device: str) -> None:
             flash_mla_with_kvcache(**{**arguments, **changes})
         assert caught.value.argument == named, caught.value
 
+    for nothing in (None, [1], case.q.cpu().numpy()):
+        call("k_cache", k_cache=nothing)
     call("q", q=case.q[0])
+    call("q", q=case.q.to(torch.float8_e4m3fn))
+    call("q", q=case.q[:, :, :0])
+    call("k_cache", k_cache=cache[:, :, :0])
+    call("k_cache", k_cache=cache[:, :0])
+    call("k_cache", k_cache=cache.double())
+    call("k_cache", k_cache=cache.repeat_interleave(2, -1)[..., ::2])
+    call("block_table", block_table=case.block_table.tolist())
+    call("block_table", block_table=case.block_table[:1])
+    call("causal", causal="x")
+    call("is_fp8_kvcache", is_fp8_kvcache=1)
+    call("softmax_scale", softmax_scale=math.nan)
+    call("softmax_scale", softmax_scale=-1.0, indices=indices)
+    if device == "cpu":
+        call("block_table", block_table=torch.full_like(case.block_table, 99))
+        call("cache_seqlens", cache_seqlens=torch.full_like(case.cache_seqlens, 1000))
     call("cache_seqlens", cache_seqlens=case.cache_seqlens.long())
     call("cache_seqlens", cache_seqlens=None)
     call("block_table", block_table=None)
@@ -334,6 +368,11 @@ def test_refusals(device: str) -> None:
     call("k_cache", k_cache=torch.zeros(4, 64, 1, RECORD, dtype=torch.uint8))
     call("tile_scheduler_metadata", tile_scheduler_metadata=None)
     call("num_splits", num_splits=torch.zeros(3, dtype=torch.int32))
+    rows, num_splits = get_mla_metadata(case.cache_seqlens, 8, 1)
+    for odd in (rows.double(), rows.to_sparse(), rows.to("meta"), rows[0], rows[:, :4]):
+        call("tile_scheduler_metadata", tile_scheduler_metadata=odd, num_splits=num_splits)
+    call("num_splits", tile_scheduler_metadata=rows)
+    call("num_splits", tile_scheduler_metadata=rows, num_splits=num_splits[1:])
     call("attn_sink", attn_sink=torch.zeros(4))
     call("causal", indices=indices, causal=True)
     call("indices", indices=indices.long())
@@ -341,9 +380,23 @@ def test_refusals(device: str) -> None:
     if device == "cpu":
         call("indices", indices=torch.full_like(indices, cache.shape[0] * 64))
         call("indices", indices=torch.full_like(indices, -2))
+    call("indices", indices=[1])
+    call("indices", indices=torch.tensor(1, dtype=torch.int32))
+    call("k_cache", k_cache=cache.double(), indices=indices)
     call("extra_indices_in_kvcache", indices=indices, extra_k_cache=cache)
+    call("extra_indices_in_kvcache", indices=indices, extra_indices_in_kvcache=indices)
+    call("extra_topk_length", indices=indices, extra_topk_length=case.cache_seqlens)
+    call("topk_length", indices=indices, topk_length=case.cache_seqlens[:1])
+    extra = {"indices": indices, "extra_k_cache": cache, "extra_indices_in_kvcache": indices}
+    call("extra_topk_length", **extra, extra_topk_length=case.cache_seqlens.long())
+    for odd in (cache.double(), torch.cat((cache, cache), 2), cache[:, :0], 3):
+        call("extra_k_cache", **{**extra, "extra_k_cache": odd})
+    call("extra_indices_in_kvcache", **{**extra, "extra_indices_in_kvcache": indices.long()})
 
     used, _ = get_mla_metadata()
+    # Refused calls, early and late, leave no mark on it.
+    call("block_table", tile_scheduler_metadata=used, block_table=None)
+    call("cache_seqlens", tile_scheduler_metadata=used, q=case.q[:1], block_table=case.block_table[:1])
     flash_mla_with_kvcache(case.q, cache, case.block_table, case.cache_seqlens, DV, used)
     call("tile_scheduler_metadata", tile_scheduler_metadata=used, causal=True)
     with pytest.raises(densemla.ContractError, match="cache_seqlens"):

@@ -12,6 +12,8 @@ Two conventions differ from the rest of densemla, as FlashMLA has them: a query 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,34 @@ _METADATA_INTS = 8
 
 _INT32_MAX = (1 << 31) - 1
 
+_Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_NAMES = {
+    "num_q_heads": "q",
+    "q_dtype": "q",
+    "max_total_q": "q",
+    "max_batch": "q",
+    "kv_lora_rank": "head_dim_v",
+    "qk_rope_head_dim": "head_dim_v",
+    "kv_cache": "k_cache",
+    "kv_dtype": "k_cache",
+    "page_size": "k_cache",
+    "page_table": "block_table",
+    "max_cache_tokens": "block_table",
+    "query_cache_seqlens": "cache_seqlens",
+    "sm_scale": "softmax_scale",
+}
+"""What densemla's decode calls things, and FlashMLA's name for where it comes from in a dense call."""
+
+_INDEXED_NAMES = {**_NAMES, "page_table": "indices", "max_cache_tokens": "indices", "cache_seqlens": "topk_length"}
+
+_EXTRA_NAMES = {
+    **_INDEXED_NAMES,
+    **dict.fromkeys(("kv_cache", "kv_dtype", "page_size"), "extra_k_cache"),
+    **dict.fromkeys(("page_table", "max_cache_tokens"), "extra_indices_in_kvcache"),
+    "cache_seqlens": "extra_topk_length",
+}
+
 
 @dataclass
 class FlashMLASchedMeta:
@@ -38,11 +68,9 @@ class FlashMLASchedMeta:
     config: dict[str, object] | None = None
 
     def check(self, config: dict[str, object]) -> None:
-        """Adopt the first call's ``config``; refuse a later call that differs."""
-        if self.config is None:
-            self.config = config
+        """Refuse a call whose ``config`` differs from that of the first one that succeeded."""
         for name, value in config.items():
-            if value != self.config[name]:
+            if self.config is not None and value != self.config[name]:
                 raise ContractError(
                     "tile_scheduler_metadata",
                     f"calls with {name} = {self.config[name]}, as in the first one (else a new get_mla_metadata())",
@@ -134,56 +162,67 @@ def flash_mla_with_kvcache(
             an index is skipped.
     """
     _check("q", q, None, (None, None, None, None))
+    if q.dtype not in _Q_DTYPES:
+        raise ContractError("q", "torch.bfloat16, torch.float16 or torch.float32", q.dtype)
     batch, s_q, heads, head_dim = q.shape
-    _check_metadata(
-        tile_scheduler_metadata,
-        num_splits,
-        {
-            "batch_size": batch,
-            "seq_len_q": s_q,
-            "num_heads_q": heads,
-            "page_block_size": k_cache.shape[1] if k_cache.dim() > 1 else None,
-            "causal": causal,
-            "is_fp8_kvcache": is_fp8_kvcache,
-            "topk": None if indices is None else indices.shape[-1],
-        },
-    )
+    for name, flag in (("causal", causal), ("is_fp8_kvcache", is_fp8_kvcache)):
+        if not isinstance(flag, bool):
+            raise ContractError(name, "True or False", repr(flag))
+    cache = _stored(k_cache, "k_cache", q, head_dim_v, is_fp8_kvcache)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
-    cache = _stored(k_cache, "k_cache", head_dim, head_dim_v, is_fp8_kvcache)
+    extras = (("extra_indices_in_kvcache", extra_indices_in_kvcache), ("extra_topk_length", extra_topk_length))
     if indices is None:
         for name, value in (
             ("attn_sink", attn_sink),
             ("extra_k_cache", extra_k_cache),
-            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
             ("topk_length", topk_length),
-            ("extra_topk_length", extra_topk_length),
+            *extras,
         ):
-            if value is not None:
-                raise ContractError(name, "None without indices", "a tensor")
-        out, lse = _dense(q, cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+            _refuse_given(name, value, "indices")
     else:
         if causal:
             raise ContractError("causal", "False with indices", True)
-        out, lse = _indexed(q, cache, indices, topk_length, head_dim_v, softmax_scale, "indices")
+        _check("indices", indices, torch.int32, (batch, s_q, None), q.device)
+        if attn_sink is not None:
+            _check("attn_sink", attn_sink, torch.float32, (heads,), q.device)
+        if extra_k_cache is None:
+            for name, value in extras:
+                _refuse_given(name, value, "extra_k_cache")
+        elif extra_indices_in_kvcache is None:
+            raise ContractError("extra_indices_in_kvcache", "a tensor with extra_k_cache", None)
+    config: dict[str, object] = {
+        "batch_size": batch,
+        "seq_len_q": s_q,
+        "num_heads_q": heads,
+        "page_block_size": cache.shape[1],
+        "causal": causal,
+        "is_fp8_kvcache": is_fp8_kvcache,
+        "topk": None if indices is None else indices.shape[2],
+    }
+    _check_metadata(tile_scheduler_metadata, num_splits, config, q)
+    if indices is None:
+        out, lse = _dense(q, cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
+    else:
+        out, lse = _indexed(q, cache, indices, topk_length, head_dim_v, softmax_scale)
         if extra_k_cache is not None:
-            if extra_indices_in_kvcache is None:
-                raise ContractError("extra_indices_in_kvcache", "a tensor with extra_k_cache", None)
             extra = _indexed(
                 q,
-                _stored(extra_k_cache, "extra_k_cache", head_dim, head_dim_v, is_fp8_kvcache),
+                _stored(extra_k_cache, "extra_k_cache", q, head_dim_v, is_fp8_kvcache),
                 extra_indices_in_kvcache,
                 extra_topk_length,
                 head_dim_v,
                 softmax_scale,
-                "extra_indices_in_kvcache",
+                _EXTRA_NAMES,
             )
             out, lse = merge(torch.stack((out, extra[0])), torch.stack((lse, extra[1])))
         if attn_sink is not None:
-            _check("attn_sink", attn_sink, torch.float32, (heads,))
             # A query that saw nothing stays 0 whatever its sink: -inf - -inf is NaN.
             gate = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - attn_sink))
             out = (out * gate.unsqueeze(-1)).to(out.dtype)
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        # Only now: a refused call must not decide what the next one may look like.
+        tile_scheduler_metadata.config = config
     lse = torch.where(lse == -math.inf, math.inf, lse)
     return out.view(batch, s_q, heads, head_dim_v), lse.view(batch, s_q, heads).transpose(1, 2).contiguous()
 
@@ -204,26 +243,28 @@ def _dense(
             raise ContractError(name, "a tensor without indices", None)
     assert block_table is not None
     assert cache_seqlens is not None
-    _check("cache_seqlens", cache_seqlens, torch.int32, (batch,))
+    _check("block_table", block_table, torch.int32, (batch, None), q.device)
+    _check("cache_seqlens", cache_seqlens, torch.int32, (batch,), q.device)
     heads_k = cache.shape[2]
     if heads % heads_k:
         raise ContractError("k_cache", f"num_heads_k that divides num_heads_q = {heads}", heads_k)
-    cu_seqlens_q = torch.arange(0, batch * s_q + 1, s_q, dtype=torch.int32, device=q.device)
+    cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * s_q
     # Densemla's own rule is the causal one; without it every query sees the whole request.
     visible = None if causal or s_q == 1 else cache_seqlens.repeat_interleave(s_q)
-    parts = [
-        decode(
-            queries.reshape(batch * s_q, heads // heads_k, head_dim),
-            cache[:, :, head],
-            block_table,
-            cache_seqlens,
-            sm_scale=softmax_scale,
-            cu_seqlens_q=cu_seqlens_q,
-            query_cache_seqlens=visible,
-            kv_lora_rank=head_dim_v,
-        )
-        for head, queries in enumerate(q.reshape(batch, s_q, heads_k, -1, head_dim).unbind(2))
-    ]
+    with _flash_mla_names(_NAMES):
+        parts = [
+            decode(
+                queries.reshape(batch * s_q, heads // heads_k, head_dim),
+                cache[:, :, head],
+                block_table,
+                cache_seqlens,
+                sm_scale=softmax_scale,
+                cu_seqlens_q=cu_seqlens_q,
+                query_cache_seqlens=visible,
+                kv_lora_rank=head_dim_v,
+            )
+            for head, queries in enumerate(q.reshape(batch, s_q, heads_k, heads // heads_k, head_dim).unbind(2))
+        ]
     if heads_k == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
@@ -232,17 +273,19 @@ def _dense(
 def _indexed(
     q: torch.Tensor,
     cache: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     head_dim_v: int,
     softmax_scale: float,
-    name: str,
+    names: Mapping[str, str] = _INDEXED_NAMES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same over chosen slots: every query becomes a request whose pages hold one token."""
     batch, s_q, heads, head_dim = q.shape
-    _check(name, indices, torch.int32, (batch, s_q, None))
+    name = names["page_table"]
+    _check(name, indices, torch.int32, (batch, s_q, None), q.device)
+    assert indices is not None
     if cache.shape[2] != 1:
-        raise ContractError("k_cache", "num_heads_k = 1 with indices", cache.shape[2])
+        raise ContractError(names["kv_cache"], "num_heads_k = 1 with indices", cache.shape[2])
     topk = indices.shape[2]
     num_blocks, block = cache.shape[:2]
     if indices.device.type == "cpu" and indices.numel():
@@ -251,22 +294,23 @@ def _indexed(
             raise ContractError(name, f"-1 or a slot in [0, {num_blocks * block})", low if low < -1 else high)
     live = (indices >= 0) & (indices < num_blocks * block)
     if topk_length is not None:
-        _check("topk_length", topk_length, torch.int32, (batch,))
+        _check(names["cache_seqlens"], topk_length, torch.int32, (batch,), q.device)
         live &= torch.arange(topk, device=indices.device) < topk_length.view(batch, 1, 1)
-    tokens, slot_step, token_step = _token_pages(cache)
-    pages = indices // block * slot_step + indices % block * token_step
-    live, pages = live.view(batch * s_q, topk), pages.view(batch * s_q, topk)
-    # Skipped entries move behind the live ones, into a column that is cut off: no host sync.
-    place = torch.where(live, live.cumsum(1) - 1, topk)
-    page_table = pages.new_zeros(batch * s_q, topk + 1).scatter_(1, place, pages)[:, :topk]
-    return decode(
-        q.reshape(batch * s_q, heads, head_dim),
-        tokens,
-        page_table,
-        live.sum(1, dtype=torch.int32),
-        sm_scale=softmax_scale,
-        kv_lora_rank=head_dim_v,
-    )
+    with _flash_mla_names(names):
+        tokens, slot_step, token_step = _token_pages(cache)
+        pages = indices // block * slot_step + indices % block * token_step
+        live, pages = live.view(batch * s_q, topk), pages.view(batch * s_q, topk)
+        # Skipped entries move behind the live ones, into a column that is cut off: no host sync.
+        place = torch.where(live, live.cumsum(1) - 1, topk)
+        page_table = pages.new_zeros(batch * s_q, topk + 1).scatter_(1, place, pages)[:, :topk]
+        return decode(
+            q.reshape(batch * s_q, heads, head_dim),
+            tokens,
+            page_table,
+            live.sum(1, dtype=torch.int32),
+            sm_scale=softmax_scale,
+            kv_lora_rank=head_dim_v,
+        )
 
 
 def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -283,7 +327,7 @@ def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     last = max(num_blocks - 1, 0) * slot_step + max(block - 1, 0) * token_step
     if last > _INT32_MAX:
         raise ContractError(
-            "k_cache",
+            "kv_cache",
             "strides whose greatest common divisor leaves fewer than 2**31 token positions",
             f"strides {cache.stride()}",
         )
@@ -291,17 +335,25 @@ def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     return cache.as_strided((pages, 1, width), (step, step, 1)), slot_step, token_step
 
 
-def _stored(k_cache: torch.Tensor, name: str, head_dim: int, head_dim_v: int, is_fp8: bool) -> torch.Tensor:
+def _stored(k_cache: object, name: str, q: torch.Tensor, head_dim_v: int, is_fp8: bool) -> torch.Tensor:
     """The cache in the dtype under which densemla knows its format."""
+    head_dim = q.shape[3]
     if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, int) or not 0 < head_dim_v <= head_dim:
         raise ContractError("head_dim_v", f"an int in [1, head_dim = {head_dim}]", repr(head_dim_v))
-    _check(name, k_cache, None, (None, None, None, None))
+    _check(name, k_cache, None, (None, None, None, None), q.device)
+    assert isinstance(k_cache, torch.Tensor)
+    if not (k_cache.shape[1] and k_cache.shape[2]):
+        raise ContractError(name, "page_block_size and num_heads_k above 0", list(k_cache.shape))
+    if k_cache.shape[3] > 1 and k_cache.stride(3) != 1:
+        raise ContractError(name, "a last dimension of stride 1", f"strides {k_cache.stride()}")
     if is_fp8:
-        fmt = kv_format(torch.uint8, head_dim_v, head_dim - head_dim_v)
-        if k_cache.dtype.itemsize != 1 or k_cache.shape[2:] != (1, fmt.row_width):
+        if (head_dim_v, head_dim) != (512, 576):
+            raise ContractError("head_dim_v", "512 of 576 with is_fp8_kvcache", f"{head_dim_v} of {head_dim}")
+        width = kv_format(torch.uint8).row_width
+        if k_cache.dtype.itemsize != 1 or k_cache.shape[2:] != (1, width):
             raise ContractError(
                 name,
-                f"one-byte [num_blocks, page_block_size, 1, {fmt.row_width}] with is_fp8_kvcache",
+                f"one-byte [num_blocks, page_block_size, 1, {width}] with is_fp8_kvcache",
                 f"{k_cache.dtype} {list(k_cache.shape)}",
             )
         return k_cache.view(torch.uint8)
@@ -311,24 +363,52 @@ def _stored(k_cache: torch.Tensor, name: str, head_dim: int, head_dim_v: int, is
     return k_cache
 
 
-def _check_metadata(metadata: object, num_splits: object, config: dict[str, object]) -> None:
+def _check_metadata(metadata: object, num_splits: object, config: dict[str, object], q: torch.Tensor) -> None:
     if isinstance(metadata, FlashMLASchedMeta):
         if num_splits is not None:
             raise ContractError("num_splits", "None with a FlashMLASchedMeta", type(num_splits).__name__)
         metadata.check(config)
-    elif not isinstance(metadata, torch.Tensor):
+    elif isinstance(metadata, torch.Tensor):
+        _check("tile_scheduler_metadata", metadata, torch.int32, (None, _METADATA_INTS), q.device)
+        _check("num_splits", num_splits, torch.int32, (q.shape[0] + 1,), q.device)
+    else:
         raise ContractError("tile_scheduler_metadata", "what get_mla_metadata returned first", type(metadata).__name__)
 
 
-def _check(name: str, tensor: object, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> None:
-    """Refuse what is no tensor of this dtype and shape (None leaves a size open)."""
+def _refuse_given(name: str, value: object, without: str) -> None:
+    if value is not None:
+        raise ContractError(name, f"None without {without}", type(value).__name__)
+
+
+@contextmanager
+def _flash_mla_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of densemla's decode, under the names that FlashMLA's caller knows."""
+    try:
+        yield
+    except ContractError as error:
+        expected = error.expected.replace("page_table", names["page_table"])
+        raise ContractError(names.get(error.argument, error.argument), expected, error.got) from error
+
+
+def _check(
+    name: str,
+    tensor: object,
+    dtype: torch.dtype | None,
+    shape: tuple[int | None, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Refuse what is no dense tensor of this dtype, shape (None leaves a size open) and device."""
     if not isinstance(tensor, torch.Tensor):
         raise ContractError(name, "a tensor", type(tensor).__name__)
     fits = tensor.dim() == len(shape) and all(
         want in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
     )
+    if tensor.layout is not torch.strided:
+        raise ContractError(name, "a dense tensor", tensor.layout)
     if not fits or dtype not in (None, tensor.dtype):
         sizes = ", ".join("*" if want is None else str(want) for want in shape)
         raise ContractError(
             name, f"{'a tensor' if dtype is None else dtype} [{sizes}]", f"{tensor.dtype} {list(tensor.shape)}"
         )
+    if device not in (None, tensor.device):
+        raise ContractError(name, f"device {device}, as q", tensor.device)
