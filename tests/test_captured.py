@@ -136,7 +136,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken"):
+    with pytest.raises(IsADirectoryError, match=r"taken'$"):
         captured.save_step(tmp_path / "taken", make_step())
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
@@ -159,6 +159,40 @@ def test_honest_results_pass(q_dtype: torch.dtype, kv_dtype: torch.dtype, option
     step = make_step(q_dtype, kv_dtype, logits)
     checks = captured.check(step, decoded(step, options))
     assert [check.heads_off for check in checks] == [0] * 6
+
+
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+def test_an_exact_zero_is_right_and_anything_else_there_is_not(q_dtype: torch.dtype) -> None:
+    step = make_step(q_dtype, q_dtype)
+    step.kv_cache.zero_()
+    result = decoded(step, OPTIONS[0])
+    assert not result.output.any()
+    checks = captured.check(step, result)
+    assert [(check.heads_off, check.error) for check in checks] == [(0, 0)] * 6
+    result.output[1, 4, 7] = 1e-20
+    assert [check.heads_off for check in captured.check(step, result)] == [0, 1, 0, 0, 0, 0]
+
+
+def test_nan_where_float64_has_it_is_right_and_elsewhere_is_not() -> None:
+    step = make_step()
+    step.q[1, 2] = torch.nan
+    result = decoded(step, OPTIONS[0])
+    assert result.output[1, 2].isnan().all()
+    assert [check.heads_off for check in captured.check(step, result)] == [0] * 6
+    result.output[1, 2, 5] = 1
+    result.output[5, 0, 5] = torch.nan
+    result.lse[4, 1] = torch.nan
+    assert [check.heads_off for check in captured.check(step, result)] == [0, 1, 0, 0, 1, 1]
+    result.output[1, 2], result.lse[1, 2] = torch.nan, 3
+    assert captured.check(step, result)[1].heads_off == 1
+
+
+def test_a_result_whose_partial_type_nobody_knows_names_its_file(tmp_path: Path) -> None:
+    captured.save_step(tmp_path / "step", make_step())
+    result = replace(decoded(make_step(), OPTIONS[0]), metadata={"partial_dtype": "fp12"})
+    captured.save_result(tmp_path / "out", result)
+    with pytest.raises(ContractError, match=r"out: partial_dtype: expected .*fp12"):
+        captured.load_result(tmp_path / "out", tmp_path / "step")
 
 
 def spoil_one_head(result: Result) -> None:

@@ -12,7 +12,9 @@ A result holds ``output`` and ``lse`` (natural log); its metadata may say how it
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -64,14 +66,14 @@ class CapturedStep:
     def to(self, device: str | torch.device) -> CapturedStep:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    def decode(self, options: SplitOptions, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-        """``(output, lse)`` as :func:`densemla.decode` gives them."""
+    def decode(self, options: SplitOptions | None, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+        """``(output, lse)`` as :func:`densemla.decode` gives them; None for a backend without split options."""
         return decode(
             **self.tensors(),
             sm_scale=self.sm_scale,
             kv_lora_rank=self.kv_lora_rank,
-            partial_dtype=options.partial_dtype,
-            single_split_chunks=options.single_split_chunks,
+            partial_dtype=None if options is None else options.partial_dtype,
+            single_split_chunks=None if options is None else options.single_split_chunks,
             backend=backend,
         )
 
@@ -140,6 +142,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write all or nothing: a reader never sees half a file."""
+    if path.is_dir():
+        # Replacing it would fail too, but with the name of the part file.
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = path.with_name(path.name + ".part")
     # Copies, because the format holds neither strides nor tensors that share memory.
     copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
@@ -217,6 +222,8 @@ def load_result(path: Path, input_path: Path) -> Result:
     for name in ("output", "lse"):
         if name not in tensors:
             raise ContractError(f"{path}: {name}", "a tensor of this name (a result has output, lse)", _listed(tensors))
+    if (partial := metadata.get("partial_dtype")) is not None:
+        check_partial_dtype(partial, f"{path}: partial_dtype")
     made_from, came = metadata.get("input_sha256"), sha256(input_path)
     if made_from is not None and made_from != came:
         raise ContractError(f"{path}: input_sha256", f"{came}, which {input_path} has", made_from)
@@ -229,7 +236,7 @@ class QueryCheck:
 
     Attributes:
         query: index of the query row.
-        error: the worst head's ``|output - float64| / |float64|``; NaN where the output is.
+        error: the worst head's ``|output - float64| / |float64|``; NaN where only one of the two is NaN.
         worst_head: that head.
         lse_error: the worst head's ``|lse - float64| / max(1, |float64|)``.
         heads_off: heads beyond a tolerance. A query that sees nothing must give exactly 0 and -inf.
@@ -263,11 +270,14 @@ def check(step: CapturedStep, result: Result, tolerance: float | None = None) ->
     if not limit > 0:
         raise ContractError("tolerance", "a number above 0", limit)
     unseen = exact_lse == -torch.inf
-    distance = (output.double() - exact).norm(dim=-1)
-    # Of rows that see nothing, the size of the wrong answer; NaN > limit is False, so ask the other way.
-    errors = torch.where(unseen, distance, distance / exact.norm(dim=-1))
-    lse_errors = (lse.double() - exact_lse).abs() / exact_lse.abs().clamp_min(1)
+    distance = _difference(output, exact).norm(dim=-1)
+    # Of rows that see nothing, the size of the wrong answer; of an exact answer 0, also where float64 is 0.
+    errors = torch.where(
+        unseen | (distance == 0), distance, distance / torch.where(exact.isfinite(), exact, 0.0).norm(dim=-1)
+    )
+    lse_errors = _difference(lse, exact_lse).abs() / torch.where(exact_lse.isnan(), 1.0, exact_lse.abs().clamp_min(1))
     lse_errors = torch.where(unseen, torch.where(lse == -torch.inf, 0.0, torch.inf), lse_errors)
+    # NaN > limit is False, so ask the other way.
     good = torch.where(unseen, errors == 0, errors <= limit) & (lse_errors <= LSE_TOLERANCE)
     # NaN counts as the worst of all.
     ranked = errors.nan_to_num(nan=torch.inf)
@@ -281,3 +291,9 @@ def check(step: CapturedStep, result: Result, tolerance: float | None = None) ->
         )
         for query, head in enumerate(ranked.argmax(-1).tolist())
     ]
+
+
+def _difference(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """``tensor - exact`` in float64, 0 where both are the same infinity or both are NaN."""
+    same = (tensor == exact) | (tensor.isnan() & exact.isnan())
+    return torch.where(same, 0.0, tensor.double() - exact)
