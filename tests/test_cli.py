@@ -134,6 +134,10 @@ def test_a_study_takes_other_types_thresholds_and_logits(tmp_path: Path) -> None
         (["--preset", "kimi-k9"], "kimi-k3-tp8"),
         (["--tokens", "4q"], "such as 1000,4k,1m"),
         (["--tokens", ""], "such as 1000,4k,1m"),
+        (["--tokens", "9" * 5000], "such as 1000,4k,1m"),
+        (["--capacity", "1k,2k"], "capacity: expected one length"),
+        (["--capacity", "4q"], "capacity: expected"),
+        (["--tokens", "64", "--backend", "reference"], "reference"),
         (["--tokens", "1m"], "capacity of 131072"),
         (["--dtype", "fp12"], "bf16, fp16, fp32"),
         (["--kv-dtype", "fp12"], "fp8_ds_mla"),
@@ -232,10 +236,36 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     assert "no folder" in refused("decode", LAYER, "-o", tmp_path / "none" / "out")
     # Brackets are text, not markup.
     assert "[none]" in refused("decode", LAYER, "-o", tmp_path / "[none]" / "out")
+    assert f"{tmp_path}: expected a file to write, got a directory" in refused("decode", LAYER, "-o", tmp_path)
+    assert "got a directory" in refused(*SHORT_STUDY, "--json", tmp_path)
     assert "another file than INPUT" in refused("decode", lacking, "-o", lacking)
     assert "output: expected" in refused("check", LAYER, "--against", LAYER)
     assert "against" in refused("check", LAYER, "--against", lacking, "--partial-dtype", "fp32")
     assert not out.exists()
+
+
+def test_brackets_in_names_are_no_markup(tmp_path: Path) -> None:
+    # Rich would take the first for an end tag that has no beginning, the second for a colour.
+    folder = tmp_path / "["
+    folder.mkdir()
+    out = folder / "x].safetensors"
+    densemla_says("decode", LAYER, "-o", tmp_path / "out")
+    assert f"{out}: output" in densemla_says("decode", LAYER, "-o", out).stdout
+    assert "all 4 queries agree" in densemla_says("check", LAYER, "--against", out).stdout
+    odd = folder / "y].safetensors"
+    save_file({**captured.load_step(LAYER).tensors(), "[red]odd": torch.zeros(1)}, odd, {"sm_scale": "1"})
+    assert f"{odd}: [red]odd: expected" in refused("check", odd)
+
+
+def test_options_for_a_backend_without_splits_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for option, value in (("--partial-dtype", "fp32"), ("--single-split-chunks", "0")):
+        message = refused("decode", LAYER, "-o", out, "--backend", "reference", option, value)
+        assert option[2:].replace("-", "_") in message
+    assert not out.exists()
+    densemla_says("decode", LAYER, "-o", out, "--backend", "reference")
+    with safe_open(out, framework="pt") as file:
+        assert "partial_dtype" not in file.metadata()
 
 
 def test_a_step_that_breaks_the_contract_is_refused(tmp_path: Path) -> None:
@@ -256,7 +286,7 @@ def test_the_installed_command_ends_without_a_traceback() -> None:
 def test_doctor_says_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     text = densemla_says("doctor", columns=200).stdout
     assert torch.__version__ in text
-    for name in densemla.backends():
+    for name in densemla.backend_names():
         assert f"backend {name} on cpu" in text
     assert status().detail in " ".join(text.split())
     monkeypatch.setenv(SINGLE_SPLIT_CHUNKS_ENV, "many")
@@ -272,7 +302,7 @@ class FakeGPU:
 def test_doctor_judges_a_gpu(monkeypatch: pytest.MonkeyPatch, arch_list: list[str], status: int) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     # Those that touch no GPU: this one is not there.
-    monkeypatch.setattr(doctor, "backends", lambda: ("cpu", "reference"))
+    monkeypatch.setattr(doctor, "backend_names", lambda: ("cpu", "reference"))
     for name, value in (
         ("is_available", True),
         ("device_count", 1),

@@ -161,6 +161,11 @@ def test_an_option_that_nobody_knows_is_refused(change: dict[str, object]) -> No
         study(StudyConfig(preset=preset("kimi-k3"), tokens=[64], **change))  # type: ignore[arg-type]
 
 
+def test_a_backend_without_split_options_is_not_studied() -> None:
+    with pytest.raises(ContractError, match=r"^(backend|partial_dtype): "):
+        study(StudyConfig(preset=preset("kimi-k3"), tokens=[64], backend="reference"))
+
+
 def largest_weights(logits: str) -> torch.Tensor:
     """The largest softmax weight of each head over 4096 rows."""
     caps = densemla.Caps(num_q_heads=96, q_dtype=torch.float32, kv_dtype=torch.float32)

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from typer.core import TyperGroup
 
 from . import __version__, captured, presets, reporting
+from .backends import load
 from .device import current, usable
 from .distributed.check import dcp_check
 from .doctor import State, examine
@@ -39,7 +40,7 @@ class _Group(TyperGroup):
             message = str(error)
         except OSError as error:
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
         raise typer.Exit(USER_ERROR)
 
 
@@ -55,7 +56,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES: dict[str, torch.dtype | str] = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": "fp8_ds_mla"}
 
 
-def _tokens(text: str) -> list[int]:
+def _tokens(option: str, text: str) -> list[int]:
     """Context lengths such as ``1000,4k,1m``; k is 1024 tokens."""
     lengths = []
     for part in text.split(","):
@@ -63,8 +64,9 @@ def _tokens(text: str) -> list[int]:
         if digits[-1:] in ("k", "m"):
             factor = 1024 if digits[-1] == "k" else 1024**2
             digits = digits[:-1]
-        if not (digits.isascii() and digits.isdigit()):
-            raise ContractError("tokens", "numbers with commas between them, such as 1000,4k,1m", repr(text))
+        # Python refuses to read thousands of digits.
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+            raise ContractError(option, "numbers with commas between them, such as 1000,4k,1m", repr(text))
         lengths.append(int(digits) * factor)
     return list(dict.fromkeys(lengths))
 
@@ -75,14 +77,28 @@ def _named(option: str, names: dict[str, Any], name: str) -> Any:
     return names[name]
 
 
+def _capacity(text: str) -> int:
+    lengths = _tokens("capacity", text)
+    if len(lengths) != 1:
+        raise ContractError("capacity", "one length, such as 128k", repr(text))
+    return lengths[0]
+
+
 def _check_folder(path: Path | None) -> None:
     """Refuse a result file that could not be written, before the work rather than after it."""
+    if path is not None and path.is_dir():
+        raise ContractError(str(path), "a file to write", "a directory")
     if path is not None and not path.resolve().parent.is_dir():
         raise ContractError(str(path), "a file in a folder that exists", f"no folder {path.resolve().parent}")
 
 
-def _options(partial_dtype: str | None, single_split_chunks: int | None) -> SplitOptions:
-    """The environment's options, each replaced by the argument where there is one."""
+def _options(partial_dtype: str | None, single_split_chunks: int | None, backend: str) -> SplitOptions | None:
+    """The environment's options, each replaced by the argument where there is one; None if the backend has none."""
+    if backend != "auto" and "partial_dtype" not in load(backend).features:
+        for name, value in (("partial_dtype", partial_dtype), ("single_split_chunks", single_split_chunks)):
+            if value is not None:
+                raise ContractError(name, f"none with backend {backend}, which does not split", value)
+        return None
     options = SplitOptions.from_env()
     if partial_dtype is not None:
         options = replace(options, partial_dtype=_named("partial_dtype", PARTIAL_DTYPES, partial_dtype))
@@ -91,7 +107,7 @@ def _options(partial_dtype: str | None, single_split_chunks: int | None) -> Spli
     return options
 
 
-def _decode(input_file: Path, options: SplitOptions, backend: str, device: str) -> captured.Result:
+def _decode(input_file: Path, options: SplitOptions | None, backend: str, device: str) -> captured.Result:
     with current(usable(device)):
         output, lse = captured.load_step(input_file).to(device).decode(options, backend)
     metadata = {
@@ -99,10 +115,13 @@ def _decode(input_file: Path, options: SplitOptions, backend: str, device: str) 
         "torch": torch.__version__,
         "device": device,
         "backend": backend,
-        "partial_dtype": next(name for name, dtype in PARTIAL_DTYPES.items() if dtype is options.partial_dtype),
-        "single_split_chunks": str(options.single_split_chunks),
         "input_sha256": captured.sha256(input_file),
     }
+    if options is not None:
+        metadata["partial_dtype"] = next(
+            name for name, dtype in PARTIAL_DTYPES.items() if dtype is options.partial_dtype
+        )
+        metadata["single_split_chunks"] = str(options.single_split_chunks)
     return captured.Result(output=output.cpu(), lse=lse.cpu(), metadata=metadata)
 
 
@@ -143,8 +162,8 @@ def study(
     """Decode under each precision option and show what it costs, against float64."""
     config = StudyConfig(
         preset=presets.preset(preset),
-        tokens=_tokens(tokens),
-        capacity=_tokens(capacity)[0],
+        tokens=_tokens("tokens", tokens),
+        capacity=_capacity(capacity),
         thresholds=list(dict.fromkeys(single_split_chunks)),
         logits=list(dict.fromkeys(logits)),
         q_dtype=_named("dtype", DTYPES, dtype),
@@ -161,7 +180,7 @@ def study(
         plotting.check_suffix(plot)
     for path in (json_file, plot):
         _check_folder(path)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=config.steps)
         done = -1
@@ -173,7 +192,7 @@ def study(
 
         result = run_study(config, on_step)
     console = Console()
-    console.print(reporting.study_header(result), highlight=False)
+    console.print(reporting.study_header(result), highlight=False, markup=False)
     for table in reporting.study_tables(result):
         console.print()
         console.print(table)
@@ -219,9 +238,9 @@ def decode(
     _check_folder(output_file)
     if output_file.exists() and input_file.exists() and output_file.samefile(input_file):
         raise ContractError("output", "another file than INPUT", output_file)
-    result = _decode(input_file, _options(partial_dtype, single_split_chunks), backend, device)
+    result = _decode(input_file, _options(partial_dtype, single_split_chunks, backend), backend, device)
     captured.save_result(output_file, result)
-    Console().print(reporting.decoded(result, output_file), highlight=False, soft_wrap=True)
+    Console().print(reporting.decoded(result, output_file), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -242,14 +261,14 @@ def check(
     """Compare a captured step's result with float64 and say which rows are off (exit status 1)."""
     step = captured.load_step(input_file)
     if against is None:
-        result = _decode(input_file, _options(partial_dtype, single_split_chunks), backend, device)
+        result = _decode(input_file, _options(partial_dtype, single_split_chunks, backend), backend, device)
     elif (partial_dtype, single_split_chunks, backend, device) != (None, None, "auto", "cpu"):
         raise ContractError("against", "no decode options beside it: the result is already there", "some")
     else:
         result = captured.load_result(against, input_file)
     checks = captured.check(step, result, tolerance)
     console = Console()
-    console.print(reporting.check_summary(checks, result, tolerance), highlight=False)
+    console.print(reporting.check_summary(checks, result, tolerance), highlight=False, markup=False)
     if any(query.heads_off for query in checks):
         console.print(reporting.check_table(checks, step))
         raise typer.Exit(1)

@@ -54,7 +54,7 @@ _STATE_STYLES = {State.OK: "green", State.NOTE: "dim", State.PROBLEM: "bold red"
 def doctor_table(findings: Iterable[Finding]) -> Table:
     table = _table("what", "state", "finding", text_columns=3)
     for finding in findings:
-        table.add_row(finding.subject, Text(finding.state, _STATE_STYLES[finding.state]), Text(finding.text))
+        table.add_row(Text(finding.subject), Text(finding.state, _STATE_STYLES[finding.state]), Text(finding.text))
     return table
 
 
@@ -173,7 +173,8 @@ def study_json(study: Study, version: str) -> dict[str, Any]:
 
 
 def decoded(result: Result, path: Path) -> str:
-    words = ", ".join(f"{name} {result.metadata[name]}" for name in ("backend", "partial_dtype", "single_split_chunks"))
+    names = ("backend", "partial_dtype", "single_split_chunks")
+    words = ", ".join(f"{name} {result.metadata[name]}" for name in names if name in result.metadata)
     shape = " x ".join(str(size) for size in result.output.shape)
     return f"{path}: output {shape} {dtype_name(result.output.dtype)} and lse ({words})"
 

@@ -150,19 +150,21 @@ def study(config: StudyConfig, on_step: Callable[[str], None] = lambda _: None) 
         on_step: told what comes next, ``config.steps`` times.
 
     Raises:
-        ContractError: the backend can't run the preset here.
+        ContractError: the backend can't run the preset here, or follows no split options.
     """
     with current(torch.device(config.device)):
         return _study(config, on_step)
 
 
 def _study(config: StudyConfig, on_step: Callable[[str], None]) -> Study:
+    default_plan = plan(config.caps(torch.bfloat16, -1))
+    if not default_plan.supports("partial_dtype"):
+        raise ContractError("backend", "one that follows the split options, which a study compares", config.backend)
     one_split = config.caps(torch.float32, splits.ceil_div(config.capacity, splits.CHUNK_TOKENS))
     options: list[tuple[str | None, int | str, Caps]] = [(None, ONE_SPLIT, one_split)]
     for threshold in config.thresholds:
         for name, dtype in PARTIAL_DTYPES.items():
             options.append((name, threshold, config.caps(dtype, threshold)))
-    default_plan = plan(config.caps(torch.bfloat16, -1))
     rows = []
     for logits in config.logits:
         for tokens in config.tokens:
