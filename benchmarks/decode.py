@@ -322,7 +322,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here: see `densemla doctor`")
-    names = args.backend or [name for name in densemla.backends() if name not in ("cpu", "reference")]
+    names = args.backend or [name for name in densemla.backend_names() if name not in ("cpu", "reference")]
     contestants: dict[str, Callable[[Inputs], list[Callable[[], object]]]] = {}
     for name in names:
         contestants[name] = lambda inputs, name=name: ours(inputs, name)

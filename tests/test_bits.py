@@ -70,6 +70,15 @@ def test_decode_gives_a_request_the_same_bits_in_any_batch(partial: torch.dtype)
         assert torch.equal(lse, whole_lse[:size])
 
 
+def test_what_a_table_could_hold_does_not_change_a_request() -> None:
+    step = make_step([6400], heads=4)
+    wide = torch.zeros(1, 4000, dtype=torch.int32)
+    wide[:, :100] = step.page_table
+    expected = step.decode()[0]
+    step.page_table = wide
+    assert torch.equal(step.decode()[0], expected)
+
+
 def test_repeating_a_run_and_changing_the_threads_keeps_the_bits(kernel: str) -> None:
     step = make_step([3000, 200, 5000], heads=12, queries=2)
     plan = densemla.plan(step.caps(num_splits=6, single_split_chunks=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_packed_records_have_fixed_widths() -> None:
 
 def test_equal_formats_make_equal_caps() -> None:
     assert Caps(num_q_heads=4, kv_dtype="fp8_ds_mla") == Caps(num_q_heads=4, kv_dtype=torch.uint8)
-    assert len({Caps(num_q_heads=4, device="cpu"), Caps(num_q_heads=4, device=torch.device("cpu"))}) == 1
+    assert len({Caps(num_q_heads=4, device=name) for name in ("cpu", "cpu:0", torch.device("cpu"))}) == 1
 
 
 def test_plans_that_cannot_be() -> None:
@@ -94,6 +95,9 @@ BAD_BINDINGS: list[tuple[str, dict[str, Any]]] = [
     ("q", {"q": torch.zeros(5, 4, 576, dtype=torch.bfloat16)}),
     ("q", {"q": torch.zeros(4, 576, 4, dtype=torch.bfloat16).transpose(1, 2)}),
     ("q", {"q": torch.zeros(4, 4, 576, dtype=torch.bfloat16, device="meta")}),
+    ("q", {"q": torch._neg_view(torch.zeros(4, 4, 576, dtype=torch.bfloat16))}),
+    *(("kv_cache", {"kv_cache": value}) for value in (None, [1], "kv", torch.zeros(9, 64, 576).to_sparse())),
+    *(("page_table", {"page_table": value}) for value in (None, [[0]], 3)),
     ("kv_cache", {"kv_cache": torch.zeros(9, 64, 576)}),
     ("kv_cache", {"kv_cache": torch.zeros(9, 32, 576, dtype=torch.bfloat16)}),
     ("kv_cache", {"kv_cache": torch.zeros(9, 64, 1, 576, dtype=torch.bfloat16)}),
@@ -133,6 +137,7 @@ BAD_BINDINGS: list[tuple[str, dict[str, Any]]] = [
     ("active_splits", {"active_splits": 2.0}),
     ("scratch", {"scratch": {}}),
     ("scratch", {"scratch": None}),
+    ("scratch", {"scratch": {1: None, "a": None}}),
 ]
 
 
@@ -146,18 +151,64 @@ def test_bad_bindings(step: Step, plan: densemla.Plan, argument: str, change: di
     assert "got" in str(caught.value)
 
 
+def test_tensors_that_share_memory(step: Step, plan: densemla.Plan) -> None:
+    output = torch.zeros(4, 4, 512, dtype=torch.bfloat16)
+    scratch, floats = plan.empty_scratch(), output.view(-1).view(torch.float32)
+    for change in (
+        {"output": output, "lse": output.view(-1)[:32].view(torch.float32).view(4, 4)},
+        {"output": step.kv_cache.view(-1)[: output.numel()].view(4, 4, 512)},
+        {"output": scratch["partial_output"].view(-1)[: output.numel()].view(4, 4, 512), "scratch": scratch},
+        {
+            "output": output,
+            "scratch": {**scratch, "partial_lse": floats[:64].view(4, 4, 4)},
+        },
+    ):
+        with pytest.raises(ContractError, match="memory of its own"):
+            step.bind(plan, **change)
+    # Views that interleave without touching are fine.
+    room = torch.zeros(4, 4, 576 + 512, dtype=torch.bfloat16)
+    room[..., :576] = step.q
+    binding = step.bind(plan, q=room[..., :576], output=room[..., 576:])
+    densemla.run(binding)
+    assert torch.equal(binding.output, step.decode(num_splits=4, single_split_chunks=2)[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_scale_that_went_bad_after_binding_writes_nothing(scale: float) -> None:
+    step = make_step([70], heads=4, kv_dtype=FP8, kv_scale=0.5)
+    value = torch.tensor([0.5])
+    binding = step.bind(densemla.plan(step.caps()), kv_scale=value)
+    value.fill_(scale)
+    with pytest.raises(ContractError, match="kv_scale"):
+        densemla.run(binding)
+    assert bool(binding.output.isnan().all())
+
+
+@pytest.mark.parametrize("length", [-1, 513, 1.5, True, None, "1"])
+def test_launch_splits_wants_a_length(plan: densemla.Plan, length: Any) -> None:
+    with pytest.raises(ContractError, match="longest_cache_seqlen"):
+        plan.launch_splits(length)
+
+
+def test_plans_and_specs_can_be_sent_to_a_worker(plan: densemla.Plan) -> None:
+    again, specs = pickle.loads(pickle.dumps((plan, plan.scratch_specs())))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert specs == plan.scratch_specs()
+
+
 def test_scratch_of_another_plan(step: Step, plan: densemla.Plan) -> None:
     other = densemla.plan(replace(plan.caps, partial_dtype=torch.float32))
     with pytest.raises(ContractError, match=r"partial_output.*bfloat16"):
         step.bind(plan, scratch=other.empty_scratch())
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 1e-60, 10**400])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_scales_must_be_positive_and_finite(scale: float, as_tensor: bool) -> None:
     step = make_step([70], heads=4, q_dtype=FP8, kv_dtype=FP8, kv_scale=0.5, q_scale=0.5)
     plan = densemla.plan(step.caps())
-    value = torch.tensor([scale]) if as_tensor else scale
+    value = torch.tensor([float(min(scale, 1e39))]) if as_tensor else scale
     for name in ("q_scale", "kv_scale"):
         with pytest.raises(ContractError, match=name):
             step.bind(plan, **{name: value})
@@ -227,10 +278,36 @@ def test_decode_refuses_what_is_not_a_step(step: Step) -> None:
         densemla.decode(step.q, step.kv_cache[0], step.page_table, step.cache_seqlens, sm_scale=1.0)
     with pytest.raises(ContractError, match="page_table: expected 2 dimensions"):
         densemla.decode(step.q, step.kv_cache, step.page_table[0], step.cache_seqlens, sm_scale=1.0)
-    with pytest.raises(ContractError, match="qk_rope_head_dim"):
-        densemla.decode(step.q, step.kv_cache, step.page_table, step.cache_seqlens, sm_scale=1.0, kv_lora_rank=577)
-    with pytest.raises(ContractError, match="page_size"):
-        densemla.decode(step.q, step.kv_cache[:, :0], step.page_table, step.cache_seqlens, sm_scale=1.0)
+    tensors = (step.q, step.kv_cache, step.page_table, step.cache_seqlens)
+    for argument, value in (
+        *(("kv_lora_rank", value) for value in (577, 0, None, "512", [])),
+        *(("max_splits", value) for value in (0, "a", 1.5)),
+        *(("num_splits", value) for value in (0, "a")),
+        *(("backend", value) for value in ([], None, "warp")),
+        *(("sm_scale", value) for value in (10**400, 1e300, 1e-60)),
+        ("partial_dtype", torch.float16),
+        ("single_split_chunks", "all"),
+    ):
+        with pytest.raises(ContractError) as caught:
+            densemla.decode(*tensors, **{"sm_scale": 1.0, "cu_seqlens_q": step.cu_seqlens_q, argument: value})  # type: ignore[arg-type]
+        assert caught.value.argument == argument
+    for argument, place, tensor in (
+        ("kv_cache", 1, step.kv_cache[:, :0]),
+        ("q", 0, step.q.double()),
+        ("q", 0, step.q[:, :0]),
+        ("kv_cache", 1, step.kv_cache.double()),
+        ("cache_seqlens", 3, None),
+    ):
+        changed = [*tensors[:place], tensor, *tensors[place + 1 :]]
+        with pytest.raises(ContractError) as caught:
+            densemla.decode(*changed, sm_scale=1.0, cu_seqlens_q=step.cu_seqlens_q)
+        assert caught.value.argument == argument
+
+
+def test_a_table_far_wider_than_its_requests_is_no_mistake(step: Step) -> None:
+    wide = torch.zeros(2, 1 << 25, dtype=torch.int32)
+    wide[:, : step.page_table.shape[1]] = step.page_table
+    assert torch.equal(replace(step, page_table=wide).decode()[0], step.decode()[0])
 
 
 def test_inputs_are_left_alone(step: Step) -> None:

@@ -102,6 +102,30 @@ class TestAgainstFloat64:
         assert output[3].isnan().all(), "the query that does see it must show it"
         assert lse[3].isnan().all()
 
+    @pytest.mark.parametrize("hidden", [1, 64, 300, 500])
+    @pytest.mark.parametrize("threshold", [-1, 0, 3])
+    def test_scores_of_minus_infinity_weigh_nothing(self, threshold: int, hidden: int) -> None:
+        """Also where they fill a chunk, a split, or all that there is."""
+        step = make_step([500], heads=2, q_dtype=torch.float32, kv_dtype=torch.float32)
+        step.q[..., 575] = 1.0
+        rows = step.kv_cache[step.page_table[0].long()]
+        rows.view(-1, 576)[:hidden, 575] = -math.inf
+        step.kv_cache[step.page_table[0].long()] = rows
+        output, lse = step.decode(partial_dtype=torch.float32, single_split_chunks=threshold)
+        assert_close(step, output, lse, torch.float32)
+
+    def test_tensors_that_want_a_gradient_or_come_from_inference_mode(self) -> None:
+        step = make_step([500, 64], heads=2, q_dtype=torch.float32, kv_dtype=torch.float32)
+        expected = step.decode(single_split_chunks=0)[0]
+        step.q.requires_grad_()
+        step.kv_cache.requires_grad_()
+        assert torch.equal(step.decode(single_split_chunks=0)[0], expected)
+        with torch.inference_mode():
+            step = make_step([500, 64], heads=2, q_dtype=torch.float32, kv_dtype=torch.float32)
+            binding = step.bind(densemla.plan(step.caps(num_splits=32, single_split_chunks=0)))
+        densemla.run(binding)
+        assert torch.equal(binding.output, expected)
+
     def test_other_widths(self) -> None:
         generator = torch.Generator().manual_seed(3)
         for rank, rope in ((64, 64), (128, 0), (96, 16)):
@@ -138,5 +162,5 @@ def test_every_instruction_set(isa: int, kv_dtype: torch.dtype | str) -> None:
     step = make_step([1200, 0, 77], queries=3, kv_dtype=kv_dtype, q_dtype=torch.float32, heavy_tails=True)
     plan = densemla.plan(step.caps(single_split_chunks=0, partial_dtype=torch.float32, num_splits=7))
     binding = step.bind(plan)
-    native.run(binding, binding.host_lengths(), isa)
+    native.run(binding, isa)
     assert_close(step, binding.output, binding.lse, torch.float32)

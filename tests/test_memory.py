@@ -24,16 +24,16 @@ def status(field):
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(field))
     return int(line.split()[1]) * 1024
 
-def step(tokens):
+def step(tokens, heads):
     pages = tokens // 64
     cache = torch.randn(pages, 64, 576).to(dtype)
-    q = torch.randn(1, 96, 576).to(dtype)
+    q = torch.randn(1, heads, 576).to(dtype)
     table = torch.randperm(pages).to(torch.int32)[None]
     return q, cache, table, torch.tensor([tokens], dtype=torch.int32)
 
 # Threads and libraries come in with a small decode first; only the large one is measured.
-densemla.decode(*step(8192), sm_scale=0.07, single_split_chunks=0, partial_dtype=torch.float32)
-large = step(32768)
+densemla.decode(*step(128, 1), sm_scale=0.07, single_split_chunks=0, partial_dtype=torch.float32)
+large = step(32768, 96)
 cache_bytes = large[1].nbytes
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")

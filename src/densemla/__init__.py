@@ -1,7 +1,7 @@
 """densemla: dense MLA decode over a paged latent cache, with the split precision as your choice."""
 
 from . import device, kv_cache, splits
-from .backends import backends
+from .backends import backend_names
 from .binding import Binding, bind
 from .caps import Caps
 from .decoding import compile, decode, run
@@ -20,7 +20,7 @@ __all__ = [
     "ScratchSpec",
     "SplitOptions",
     "__version__",
-    "backends",
+    "backend_names",
     "bind",
     "compile",
     "decode",

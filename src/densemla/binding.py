@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,8 @@ import torch
 from .errors import ContractError
 from .kv_formats import PACKED
 from .planning import Plan
+
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,16 @@ class Binding:
         return self.kv_cache.shape[0]
 
     def host_lengths(self) -> HostLengths:
-        """Read and check the integer inputs; for tensors in host memory.
+        """Read and check the integer inputs and the scales; for tensors in host memory.
 
         Raises:
             ContractError: a length is negative, beyond the plan or beyond the page table, ``cu_seqlens_q``
-                is no running sum, or a visible page id lies outside the cache.
+                is no running sum, a visible page id lies outside the cache, or a scale is not positive
+                and finite.
         """
+        for name, scale in (("q_scale", self.q_scale), ("kv_scale", self.kv_scale)):
+            if scale is not None:
+                check_scale(name, float(scale))
         cu = _ints(self.cu_seqlens_q)
         if cu[0] != 0:
             raise ContractError("cu_seqlens_q", "a running sum that starts at 0", f"{cu[0]} first")
@@ -157,7 +162,7 @@ def bind(
             ``exp(sm_scale * q @ k)``, -inf for a query that sees nothing.
         page_table: int32 [batch, width]. Entries past the visible length may hold anything.
         cache_seqlens: int32 [batch], visible tokens including the newest; 0 is normal.
-        sm_scale: factor on the scores, finite and above 0.
+        sm_scale: factor on the scores, finite and above 0 in float32.
         cu_seqlens_q: int32 [batch + 1], running sum of queries per request. None: one each. Query ``t``
             of ``n`` sees ``cache_seqlens - n + 1 + t`` tokens, never below 0. Query rows past the last
             sum belong to no request and get 0 and -inf.
@@ -181,6 +186,7 @@ def bind(
     caps, fmt = plan.caps, plan.caps.kv_format
     total_q = _leading("q", q, caps.max_total_q, "max_total_q")
     _check("q", q, plan, caps.q_dtype, (total_q, caps.num_q_heads, caps.head_dim))
+    _check_is_tensor("kv_cache", kv_cache)
     if kv_cache.dim() != 3:
         raise ContractError("kv_cache", "3 dimensions [num_pages, page_size, row width]", list(kv_cache.shape))
     _check("kv_cache", kv_cache, plan, fmt.dtype, (kv_cache.shape[0], caps.page_size, fmt.row_width))
@@ -192,6 +198,7 @@ def bind(
         _check_writable(name, tensor)
     batch = _leading("cache_seqlens", cache_seqlens, caps.max_batch, "max_batch")
     _check("cache_seqlens", cache_seqlens, plan, torch.int32, (batch,))
+    _check_is_tensor("page_table", page_table)
     if page_table.dim() != 2:
         raise ContractError("page_table", f"2 dimensions [batch = {batch}, width]", list(page_table.shape))
     _check("page_table", page_table, plan, torch.int32, (batch, page_table.shape[1]))
@@ -204,8 +211,7 @@ def bind(
         if not plan.supports("query_cache_seqlens"):
             raise ContractError("query_cache_seqlens", f"None (backend {plan.backend})", "a tensor")
         _check("query_cache_seqlens", query_cache_seqlens, plan, torch.int32, (total_q,))
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not 0 < sm_scale < math.inf:
-        raise ContractError("sm_scale", "a finite number above 0", repr(sm_scale))
+    sm_scale = check_scale("sm_scale", sm_scale)
     if active_splits is None:
         active_splits = plan.num_splits
     if (
@@ -228,17 +234,22 @@ def bind(
         query_cache_seqlens=query_cache_seqlens,
         q_scale=_scale("q_scale", q_scale, plan, plan.supports("q_scale"), "float8_e4m3fn queries"),
         kv_scale=_scale("kv_scale", kv_scale, plan, plan.supports("kv_scale"), "a float8_e4m3fn cache"),
-        sm_scale=float(sm_scale),
+        sm_scale=sm_scale,
         active_splits=active_splits,
     )
+    _check_aliases(binding)
     if caps.device.type == "cpu":
         binding.host_lengths()
     return binding
 
 
+def _check_is_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise ContractError(name, "a dense tensor", getattr(tensor, "layout", type(tensor).__name__))
+
+
 def _leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:
-    if not isinstance(tensor, torch.Tensor):
-        raise ContractError(name, "a tensor", type(tensor).__name__)
+    _check_is_tensor(name, tensor)
     if tensor.dim() == 0 or tensor.shape[0] > limit:
         raise ContractError(name, f"at most {limit_name} = {limit} rows", list(tensor.shape))
     return tensor.shape[0]
@@ -253,14 +264,16 @@ def _check(
     *,
     unit_stride: bool = True,
 ) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ContractError(name, "a tensor", type(tensor).__name__)
+    _check_is_tensor(name, tensor)
     if tensor.dtype is not dtype:
         raise ContractError(name, f"dtype {dtype}", tensor.dtype)
     if tuple(tensor.shape) != shape:
         raise ContractError(name, f"shape {list(shape)}", list(tensor.shape))
     if not _same_device(tensor.device, plan.caps.device):
         raise ContractError(name, f"device {plan.caps.device}", tensor.device)
+    if tensor.is_neg():
+        # A view that negates when it is read: kernels read the memory.
+        raise ContractError(name, "a tensor without a pending negation (see torch.resolve_neg)", "a negated view")
     if unit_stride and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ContractError(name, "a last dimension of stride 1", f"strides {tensor.stride()}")
 
@@ -282,10 +295,30 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
             reach += stride * (size - 1)
 
 
+def _check_aliases(binding: Binding) -> None:
+    """Refuse a tensor that ``run`` writes in the memory of another. Only where both fill their memory whole:
+    views may interleave without touching."""
+    written = {"output": binding.output, "lse": binding.lse}
+    written |= {f"scratch[{name!r}]": tensor for name, tensor in binding.scratch.items()}
+    lengths = ("page_table", "cache_seqlens", "cu_seqlens_q", "query_cache_seqlens")
+    names = ("q", "kv_cache", *lengths, "q_scale", "kv_scale")
+    read = {name: tensor for name in names if (tensor := getattr(binding, name)) is not None}
+    whole = {
+        name: (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for name, tensor in (read | written).items()
+        if tensor.numel() and tensor.is_contiguous()
+    }
+    for name in written.keys() & whole.keys():
+        begin, end = whole[name]
+        for other, (other_begin, other_end) in whole.items():
+            if other != name and begin < other_end and other_begin < end:
+                raise ContractError(name, f"memory of its own, apart from {other}", "memory that both use")
+
+
 def _check_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor]) -> None:
     specs = plan.scratch_specs()
     if not isinstance(scratch, Mapping) or set(scratch) != set(specs):
-        came = sorted(scratch) if isinstance(scratch, Mapping) else type(scratch).__name__
+        came = sorted(map(str, scratch)) if isinstance(scratch, Mapping) else type(scratch).__name__
         raise ContractError("scratch", f"the tensors of plan.scratch_specs(): {sorted(specs)}", came)
     for name, spec in specs.items():
         tensor = scratch[name]
@@ -317,7 +350,7 @@ def _scale(
 
 
 def check_scale(name: str, value: object) -> float:
-    """A quantisation scale must be a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ContractError(name, "a finite number above 0", repr(value))
+    """A factor must be a number that float32 can hold, above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
+        raise ContractError(name, "a finite number above 0, in float32", repr(value))
     return float(value)

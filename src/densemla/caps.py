@@ -42,7 +42,7 @@ class Caps:
         num_splits: the exact number of splits. The default depends on capacities, so two plans may cut
             one request differently; a pinned number (with a pinned ``single_split_chunks``) gives a
             request the same bits under every plan.
-        backend: ``"auto"`` or a name from ``densemla.backends()``.
+        backend: ``"auto"`` or a name from ``densemla.backend_names()``.
 
     Raises:
         ContractError: a field is of the wrong type or out of range.
@@ -80,14 +80,14 @@ class Caps:
         for name in ("max_splits", "num_splits"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, 1 << 16)
-        if self.q_dtype not in _Q_DTYPES:
+        if not isinstance(self.q_dtype, torch.dtype) or self.q_dtype not in _Q_DTYPES:
             raise ContractError(
                 "q_dtype", "torch.bfloat16, torch.float16, torch.float32 or torch.float8_e4m3fn", repr(self.q_dtype)
             )
         if self.output_dtype is None:
             default = torch.bfloat16 if self.q_dtype is torch.float8_e4m3fn else self.q_dtype
             object.__setattr__(self, "output_dtype", default)
-        if self.output_dtype not in _OUTPUT_DTYPES:
+        if not isinstance(self.output_dtype, torch.dtype) or self.output_dtype not in _OUTPUT_DTYPES:
             raise ContractError(
                 "output_dtype", "torch.bfloat16, torch.float16 or torch.float32", repr(self.output_dtype)
             )
@@ -125,9 +125,11 @@ def _device(value: object) -> torch.device:
     if not isinstance(value, (str, torch.device)):
         raise ContractError("device", "a torch.device or its name", repr(value))
     try:
-        return torch.device(value)
+        device = torch.device(value)
     except RuntimeError as error:
         raise ContractError("device", "a device that torch knows", repr(value)) from error
+    # Tensors are on "cpu", whatever number was asked for.
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

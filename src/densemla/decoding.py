@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -11,13 +12,18 @@ from .binding import Binding, bind
 from .caps import Caps
 from .errors import ContractError
 from .kv_formats import PACKED
+from .options import SplitOptions, check_single_split_chunks
 from .planning import Plan, plan
+from .splits import CHUNK_TOKENS, ceil_div
 
 DECODE_SPLITS = 32
 """Splits that :func:`decode` pins: one number, so that a request's bits do not depend on its batch."""
 
-DECODE_MIN_CAPACITY = 131072
-"""Smallest capacity, in tokens, that :func:`decode` plans for."""
+DECODE_CAPACITY = 131072
+"""Capacity, in tokens, that :func:`decode` takes its splits and threshold from, and plans for at least."""
+
+
+_MOST_TOKENS = (1 << 31) - 1
 
 
 def compile(binding: Binding) -> None:
@@ -25,25 +31,46 @@ def compile(binding: Binding) -> None:
 
     Call it before capturing a graph. Outputs and scratch may be overwritten.
     """
-    load(_checked(binding).plan.backend).compile(binding)
+    with torch.inference_mode():
+        load(_checked(binding).plan.backend).compile(binding)
 
 
 def run(binding: Binding) -> None:
     """Decode one step into the bound ``output`` and ``lse``.
 
-    Reads lengths, page table, scales and data from the bound tensors as they are now; allocates no
-    tensor. On CUDA it only launches, on the current stream, and can be captured in a graph.
+    Reads lengths, page table, scales and data from the bound tensors as they are now; allocates nothing
+    (checks in host memory make a few bytes). Records no gradient. On CUDA it only launches, on the current
+    stream, and can be captured in a graph.
 
     Raises:
         ContractError: in host memory, a length or page id does not fit; nothing has been written.
     """
-    load(_checked(binding).plan.backend).run(binding)
+    # Not no_grad, which would refuse tensors that were made in inference mode.
+    with torch.inference_mode():
+        load(_checked(binding).plan.backend).run(binding)
 
 
 def _checked(binding: object) -> Binding:
     if not isinstance(binding, Binding):
         raise ContractError("binding", "the result of densemla.bind", type(binding).__name__)
     return binding
+
+
+_TENSOR_OF_FIELD = {
+    "num_q_heads": "q",
+    "q_dtype": "q",
+    "qk_rope_head_dim": "q",
+    "kv_dtype": "kv_cache",
+    "page_size": "kv_cache",
+}
+
+
+def _caps_of_tensors(**fields: Any) -> Caps:
+    """Caps whose errors name the tensor that a field was read from."""
+    try:
+        return Caps(**fields)
+    except ContractError as error:
+        raise ContractError(_TENSOR_OF_FIELD.get(error.argument, error.argument), error.expected, error.got) from error
 
 
 @lru_cache(maxsize=64)
@@ -75,8 +102,8 @@ def decode(
     are those of :func:`densemla.bind`; ``qk_rope_head_dim`` is the query's width less ``kv_lora_rank``.
     ``cache_seqlens`` is never read on the host when it lies on a GPU.
 
-    The number of splits is pinned (32, or less under ``max_splits``) and the capacity is the page
-    table's rounded up to a power of two of at least 131072 tokens, so a request's bits do not depend on
+    The number of splits is pinned (32, or less under ``max_splits``), and a threshold of -1 stands for
+    ``ceil(2048 / splits)`` chunks whatever the page table could hold, so a request's bits do not depend on
     who shares its batch. (A GPU backend may choose other tiles, and so other bits, for steps with more
     queries per request; a server's own plan fixes them.)
 
@@ -94,13 +121,25 @@ def decode(
         if tensor.dim() != dims:
             raise ContractError(name, f"{dims} dimensions", list(tensor.shape))
     page_size = kv_cache.shape[1]
-    table_tokens = page_table.shape[1] * page_size
-    capacity = max(DECODE_MIN_CAPACITY, 1 << (table_tokens - 1).bit_length() if table_tokens else 0)
+    if isinstance(kv_lora_rank, bool) or not isinstance(kv_lora_rank, int) or not 0 < kv_lora_rank <= q.shape[2]:
+        raise ContractError("kv_lora_rank", f"an int from 1 to the query's width {q.shape[2]}", repr(kv_lora_rank))
+    if page_size == 0:
+        raise ContractError("kv_cache", "pages of at least one token", list(kv_cache.shape))
+    for name, value in (("max_splits", max_splits), ("num_splits", num_splits)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ContractError(name, "an int of at least 1", repr(value))
+    # Powers of two, so that a growing table makes few plans.
+    table_tokens = max(page_table.shape[1] * page_size, DECODE_CAPACITY)
+    capacity = min(1 << (table_tokens - 1).bit_length(), _MOST_TOKENS)
     if num_splits is None:
         # A backend may launch fewer; a caller who names a number gets that number or an error.
         limits = (DECODE_SPLITS, max_splits, _most_splits(backend))
         num_splits = min(limit for limit in limits if limit is not None)
-    caps = Caps(
+    if single_split_chunks is None:
+        single_split_chunks = SplitOptions.from_env().single_split_chunks
+    if check_single_split_chunks(single_split_chunks) == -1:
+        single_split_chunks = ceil_div(DECODE_CAPACITY // CHUNK_TOKENS, num_splits)
+    caps = _caps_of_tensors(
         device=q.device,
         num_q_heads=q.shape[1],
         kv_lora_rank=kv_lora_rank,
@@ -140,4 +179,6 @@ def decode(
 
 
 def _most_splits(backend: str) -> int | None:
+    if not isinstance(backend, str):
+        raise ContractError("backend", "a backend name", repr(backend))
     return None if backend == "auto" else load(backend).most_splits

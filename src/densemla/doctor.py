@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from .backends import backends, load
+from .backends import backend_names, load
 from .caps import Caps
 from .device import check_arch, why_no_cuda
 from .errors import ContractError
@@ -45,7 +45,7 @@ def examine() -> list[Finding]:
             if name not in kinds:
                 kinds.add(name)
                 devices.append(torch.device("cuda", index))
-    on_backends = [_backend(name, device) for name in backends() for device in devices]
+    on_backends = [_backend(name, device) for name in backend_names() for device in devices]
     findings += on_backends
     if not any(finding.state is State.OK for finding in on_backends):
         findings.append(Finding("backends", State.PROBLEM, "none can run here"))

@@ -19,5 +19,5 @@ class ContractError(ValueError):
         super().__init__(f"{argument}: expected {expected}, got {got}")
 
     def __reduce__(self) -> tuple[type[ContractError], tuple[str, str, object]]:
-        # BaseException would replay the message alone: workers must be able to pickle this.
-        return type(self), (self.argument, self.expected, self.got)
+        # BaseException would replay the message alone; as text, `got` can be pickled whatever it was.
+        return type(self), (self.argument, self.expected, str(self.got))

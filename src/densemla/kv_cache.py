@@ -20,7 +20,19 @@ def empty(
     qk_rope_head_dim: int = 64,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """An uninitialised cache [num_pages, page_size, row width] in the format ``kv_dtype`` names."""
+    """An uninitialised cache [num_pages, page_size, row width] in the format ``kv_dtype`` names.
+
+    Raises:
+        ContractError: a size is no int in its range, or there is no such format.
+    """
+    for name, value, low in (
+        ("num_pages", num_pages, 0),
+        ("page_size", page_size, 1),
+        ("kv_lora_rank", kv_lora_rank, 1),
+        ("qk_rope_head_dim", qk_rope_head_dim, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ContractError(name, f"an int of at least {low}", repr(value))
     fmt = kv_format(kv_dtype, kv_lora_rank, qk_rope_head_dim)
     return torch.empty(num_pages, page_size, fmt.row_width, dtype=fmt.dtype, device=device)
 
@@ -56,25 +68,34 @@ def append(
     fmt = _check(latent, rope, kv_cache, slot_mapping)
     if not fmt.scaled and kv_scale is not None:
         raise ContractError("kv_scale", "None: only a float8_e4m3fn cache takes a scale", "a scale")
-    rows = _stored(latent, rope, fmt, _scale_of(kv_scale, latent.device))
-    page_size = kv_cache.shape[1]
-    slots = slot_mapping.long()
-    live = (slots >= 0) & (slots < kv_cache.shape[0] * page_size)
-    rows, slots = rows[live], slots[live]
-    # Bytes, because indexed assignment is not implemented for fp8 everywhere.
-    target = kv_cache.view(torch.uint8) if fmt.dtype.itemsize == 1 else kv_cache
-    target[slots // page_size, slots % page_size] = rows.view(target.dtype)
+    scale = _scale_of(kv_scale, latent.device)
+    # Not no_grad, which would refuse a cache that was made in inference mode.
+    with torch.inference_mode():
+        rows = _stored(latent, rope, fmt, scale)
+        page_size = kv_cache.shape[1]
+        slots = slot_mapping.long()
+        live = (slots >= 0) & (slots < kv_cache.shape[0] * page_size)
+        rows, slots = rows[live], slots[live]
+        # Bytes, because indexed assignment is not implemented for fp8 everywhere.
+        target = kv_cache.view(torch.uint8) if fmt.dtype.itemsize == 1 else kv_cache
+        target[slots // page_size, slots % page_size] = rows.view(target.dtype)
 
 
 def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> KVFormat:
     for name, tensor in (("latent", latent), ("rope", rope)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.dtype not in _SOURCE_DTYPES:
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not dense or tensor.dim() != 2 or tensor.dtype not in _SOURCE_DTYPES:
             raise ContractError(name, "a float tensor [tokens, width]", _describe(tensor))
     if rope.shape[0] != latent.shape[0]:
         raise ContractError("rope", f"{latent.shape[0]} tokens, as latent has", rope.shape[0])
     if not isinstance(kv_cache, torch.Tensor) or kv_cache.dim() != 3:
         raise ContractError("kv_cache", "a tensor [num_pages, page_size, row width]", _describe(kv_cache))
-    fmt = kv_format(kv_cache.dtype, latent.shape[1], rope.shape[1])
+    try:
+        fmt = kv_format(kv_cache.dtype, latent.shape[1], rope.shape[1])
+    except ContractError as error:
+        raise ContractError("kv_cache", f"a dtype that is {error.expected}", error.got) from error
+    if any(stride == 0 and size > 1 for stride, size in zip(kv_cache.stride(), kv_cache.shape, strict=True)):
+        raise ContractError("kv_cache", "rows that do not share memory", _describe(kv_cache))
     if kv_cache.shape[2] != fmt.row_width or (fmt.row_width > 1 and kv_cache.stride(2) != 1):
         raise ContractError("kv_cache", f"rows of {fmt.row_width} with stride 1", _describe(kv_cache))
     if (
@@ -96,7 +117,8 @@ def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slo
 
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)} with strides {value.stride()}"
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return f"{value.dtype} {list(value.shape)} with strides {strides}"
     return type(value).__name__
 
 

@@ -32,8 +32,11 @@ def merge(outputs: torch.Tensor, lses: torch.Tensor, *, base: float = math.e) ->
     Raises:
         ContractError: shapes or dtypes do not fit, or ``base`` is neither e nor 2.
     """
-    if base not in (math.e, 2):
+    if not isinstance(base, (int, float)) or base not in (math.e, 2):
         raise ContractError("base", "math.e or 2", repr(base))
+    for name, tensor in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise ContractError(name, "a dense tensor", getattr(tensor, "layout", type(tensor).__name__))
     if outputs.dim() < 2 or outputs.shape[0] < 1 or not outputs.is_floating_point():
         raise ContractError("outputs", "a float tensor [parts >= 1, ..., d]", f"{outputs.dtype} {list(outputs.shape)}")
     if lses.shape != outputs.shape[:-1] or lses.dtype not in (torch.float32, torch.float64):

@@ -71,7 +71,8 @@ class SplitOptions:
         if (text := env.get(SINGLE_SPLIT_CHUNKS_ENV)) is not None:
             accepted = "a decimal integer: -1 (the plan's chunks_per_split), 0 (balance every request) or N > 0"
             digits = text.removeprefix("-")
-            if not (digits.isascii() and digits.isdigit()) or int(text) < -1:
+            # 18 digits are more than any request has chunks; Python refuses to read thousands of them.
+            if not (digits.isascii() and digits.isdigit() and len(digits) <= 18) or int(text) < -1:
                 raise ContractError(SINGLE_SPLIT_CHUNKS_ENV, accepted, repr(text))
             chunks = int(text)
         return cls(dtype, chunks)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 
@@ -49,7 +47,7 @@ class Plan:
     num_splits: int
     chunks_per_split: int
     single_split_chunks: int
-    _backend: Backend
+    _backend: Backend = field(repr=False, compare=False)
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -57,7 +55,7 @@ class Plan:
         assert self.caps.partial_dtype is not None
         return self.caps.partial_dtype
 
-    def scratch_specs(self) -> Mapping[str, ScratchSpec]:
+    def scratch_specs(self) -> dict[str, ScratchSpec]:
         """The scratch tensors that :func:`densemla.bind` wants, by name.
 
         ``partial_output`` [num_splits, max_total_q, num_q_heads, kv_lora_rank] in the partial dtype and
@@ -72,7 +70,7 @@ class Plan:
         }
         for name, (shape, dtype) in self._backend.workspace(caps, self.num_splits).items():
             specs[name] = ScratchSpec(shape, dtype)
-        return MappingProxyType(specs)
+        return specs
 
     def empty_scratch(self) -> dict[str, torch.Tensor]:
         """Uninitialised scratch. One set serves every layer that runs one after another."""
@@ -82,7 +80,14 @@ class Plan:
         }
 
     def launch_splits(self, longest_cache_seqlen: int) -> int:
-        """``active_splits`` for an eager step whose longest visible length is known on the host."""
+        """``active_splits`` for an eager step whose longest visible length is known on the host.
+
+        Raises:
+            ContractError: the length is no int from 0 to ``max_cache_tokens``.
+        """
+        length, most = longest_cache_seqlen, self.caps.max_cache_tokens
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= most:
+            raise ContractError("longest_cache_seqlen", f"an int from 0 to max_cache_tokens = {most}", repr(length))
         return launch_splits(longest_cache_seqlen, self.num_splits, self.single_split_chunks)
 
     def supports(self, name: str) -> bool:

@@ -23,7 +23,7 @@ def _gpu_backends() -> list[str]:
         except densemla.ContractError:
             return False
 
-    return [name for name in densemla.backends() if torch.cuda.is_available() and runs(name)]
+    return [name for name in densemla.backend_names() if torch.cuda.is_available() and runs(name)]
 
 
 @pytest.fixture(params=_gpu_backends())

@@ -58,7 +58,7 @@ _ONLY_BY_NAME = ("hopper", "reference")
 """Never chosen by ``auto``: hopper until tests/gpu has run on it (benchmarks/notes/hopper.md), reference ever."""
 
 
-def backends() -> tuple[str, ...]:
+def backend_names() -> tuple[str, ...]:
     """Names that ``Caps(backend=...)`` accepts, besides ``"auto"``."""
     return tuple(_MODULES)
 

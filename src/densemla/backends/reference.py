@@ -28,13 +28,12 @@ def attend(
 
     Returns:
         output [num_q_heads, kv_lora_rank] and natural-log LSE [num_q_heads], float64; 0 and -inf when
-        nothing is visible.
+        nothing is visible, or nothing has a score above -inf.
     """
     scores = sm_scale * (q @ rows.T)
     lse = torch.logsumexp(scores, dim=-1)
-    if rows.shape[0] == 0:
-        return q.new_zeros(q.shape[0], kv_lora_rank), lse
-    return torch.softmax(scores, dim=-1) @ rows[:, :kv_lora_rank], lse
+    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1))
+    return weights @ rows[:, :kv_lora_rank], lse
 
 
 def decode_float64(binding: Binding) -> tuple[torch.Tensor, torch.Tensor]:

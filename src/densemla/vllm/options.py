@@ -21,7 +21,7 @@ class ServingOptions:
     Attributes:
         split: partial dtype and one-split threshold.
         num_splits: the exact number of splits for every batch size; None leaves it to the plan.
-        backend: densemla backend, ``"auto"`` or a name from ``densemla.backends()``.
+        backend: densemla backend, ``"auto"`` or a name from ``densemla.backend_names()``.
     """
 
     split: SplitOptions = field(default_factory=SplitOptions)

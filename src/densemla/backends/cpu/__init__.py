@@ -38,7 +38,7 @@ class CpuBackend:
     def run(self, binding: Binding) -> None:
         host = binding.host_lengths()
         if native.can_run(binding.plan.caps):
-            native.run(binding, host)
+            native.run(binding)
         else:
             torch_blocks.run(binding, host)
 

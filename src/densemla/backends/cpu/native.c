@@ -367,7 +367,31 @@ const char *densemla_isa(int isa) {
     return names[isa < 0 ? best_isa() : isa];
 }
 
-/* Decode; rows that see nothing must have been cleared before. `isa` < 0 takes the best; returns the one used. */
+/* Every launched split's LSE starts at -inf; queries that see nothing get it too, and an output of 0. Here and
+ * not in torch, whose threads a forked child does not have. */
+static void clear(const struct decode_args *a) {
+    static const size_t bytes[] = {[BF16] = 2, [F16] = 2, [F32] = 4};
+    const size_t size = bytes[a->output_format];
+    for (int64_t split = 0; split < a->active_splits; split++)
+        for (int64_t i = 0; i < (int64_t)a->total_q * a->heads; i++)
+            a->partial_lse[split * a->partial_rows * a->heads + i] = -INFINITY;
+    int64_t request = 0;
+    for (int64_t query = 0; query < a->total_q; query++) {
+        while (request < a->batch && a->cu_seqlens_q[request + 1] <= query) request++;
+        if (request < a->batch) {
+            struct unit u = {.length = a->cache_seqlens[request], .first_query = a->cu_seqlens_q[request]};
+            u.queries = a->cu_seqlens_q[request + 1] - u.first_query;
+            if (query_tokens(a, &u, query - u.first_query)) continue;
+        }
+        for (int64_t head = 0; head < a->heads; head++) {
+            int64_t at = query * a->output_stride_row + head * a->output_stride_head;
+            memset((char *)a->output + at * (int64_t)size, 0, a->rank * size);
+            a->lse[query * a->lse_stride_row + head * a->lse_stride_head] = -INFINITY;
+        }
+    }
+}
+
+/* Decode. `isa` < 0 takes the best; returns the one used. */
 int densemla_decode(const struct decode_args *args, int rows, int isa) {
     int best = best_isa();
     isa = isa < 0 || isa > best ? best : isa;
@@ -380,6 +404,7 @@ int densemla_decode(const struct decode_args *args, int rows, int isa) {
     for (int i = 0; i <= SLOTS; i++, next += slot_floats(rows, args->rank))
         *(i < SLOTS ? &team.slots[i] : &team.open) =
             (struct slot){next, next + rows * args->rank, next + rows * (args->rank + 1)};
+    clear(args);
     fill_round(&team);
     if (!(team.count = team.unit_count)) return isa;
     work_together(&team, args->threads);

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import math
 import os
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from ...binding import Binding, HostLengths
+    from ...binding import Binding
     from ...caps import Caps
 
 _FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
@@ -71,24 +70,24 @@ def can_run(caps: Caps) -> bool:
     return _library is not None and caps.head_dim % _VECTOR == 0 and caps.kv_lora_rank % _VECTOR == 0
 
 
+def _tile_rows(caps: Caps) -> int:
+    # native.c tiles more rows than this; the count itself may not fit its int.
+    return min(caps.max_total_q * caps.num_q_heads, 1024)
+
+
 def workspace(caps: Caps) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Scratch by name: a query tile, a chunk and its scores per thread, and the segment results."""
     assert _library is not None
     floats = _library.densemla_workspace_floats(
-        _MAX_THREADS, caps.max_total_q * caps.num_q_heads, caps.kv_lora_rank, caps.qk_rope_head_dim
+        _MAX_THREADS, _tile_rows(caps), caps.kv_lora_rank, caps.qk_rope_head_dim
     )
     return {"workspace": ((floats,), torch.float32)}
 
 
-def run(binding: Binding, host: HostLengths, isa: int = -1) -> None:
-    """Decode one step whose lengths have been read and checked; ``isa`` < 0 takes the machine's best."""
+def run(binding: Binding, isa: int = -1) -> None:
+    """Decode one step whose lengths have been checked; ``isa`` < 0 takes the machine's best."""
     assert _library is not None
     caps, scratch = binding.plan.caps, binding.scratch
-    scratch["partial_lse"][: binding.active_splits, : binding.total_q].fill_(-math.inf)
-    for query, tokens in enumerate(host.visible):
-        if tokens == 0:
-            binding.output[query].zero_()
-            binding.lse[query].fill_(-math.inf)
     q_scale = 1.0 if binding.q_scale is None else float(binding.q_scale)
     kv_scale = 1.0 if binding.kv_scale is None else float(binding.kv_scale)
     q, kv, output, lse = binding.q, binding.kv_cache, binding.output, binding.lse
@@ -132,4 +131,4 @@ def run(binding: Binding, host: HostLengths, isa: int = -1) -> None:
         score_scale=binding.sm_scale * q_scale * kv_scale,
         value_scale=kv_scale,
     )
-    _library.densemla_decode(ctypes.byref(args), caps.max_total_q * caps.num_q_heads, isa)
+    _library.densemla_decode(ctypes.byref(args), _tile_rows(caps), isa)

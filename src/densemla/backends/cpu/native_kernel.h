@@ -166,13 +166,15 @@ static inline float NAME(softmax_step)(float *scores, int tokens, float *max, fl
     }
     float m = *max;
     for (int i = 0; i < LANES; i++) m = top[i] > m ? top[i] : m;
+    /* Scores of nothing but -inf weigh 0; -inf less -inf would make them NaN. */
+    float shift = m == -INFINITY ? 0 : m;
     vec total = {0};
     for (int t = 0; t < CHUNK; t += LANES) {
-        vec p = NAME(exp)(*(vec *)(scores + t) - m);
+        vec p = NAME(exp)(*(vec *)(scores + t) - shift);
         *(vec *)(scores + t) = p;
         total += p;
     }
-    float decay = NAME(exp)(NAME(splat)(*max - m))[0];
+    float decay = NAME(exp)(NAME(splat)(*max - shift))[0];
     *sum = *sum * decay + NAME(sum)(total);
     *max = m;
     return decay;
@@ -248,7 +250,7 @@ static void NAME(publish)(const struct decode_args *a, const struct unit *u, str
         int64_t query = u->first_query + (u->first_row + r) / a->heads, head = (u->first_row + r) % a->heads;
         int64_t partial = (u->split * a->partial_rows + query) * a->heads + head;
         if (visible_tokens(a, u, r) <= u->split_begin) continue; /* its -inf is there already */
-        float lse = slot.max[r] + logf(slot.sum[r]), inverse = a->value_scale / slot.sum[r];
+        float lse = slot.max[r] + logf(slot.sum[r]), inverse = slot.sum[r] == 0 ? 0 : a->value_scale / slot.sum[r];
         float *values = slot.values + r * a->rank;
         a->partial_lse[partial] = lse;
         if (u->single) {
@@ -271,13 +273,15 @@ static void NAME(merge_row)(const struct decode_args *a, int64_t query, int64_t 
         max = lse > max ? lse : max;
     }
     for (int s = 0; s < splits; s++) {
+        /* A split of scores that are all -inf has no output to weigh. */
+        if (a->partial_lse[s * step + first] == -INFINITY) continue;
         float weight = NAME(exp)(NAME(splat)(a->partial_lse[s * step + first] - max))[0];
         NAME(widen)(part, a->partial_output, (s * step + first) * a->rank, a->partial_format, a->rank);
         for (int c = 0; c < a->rank; c++) sum[c] += weight * part[c];
         total += weight;
     }
     NAME(narrow)(a->output, query * a->output_stride_row + head * a->output_stride_head, a->output_format, sum,
-                 1 / total, a->rank);
+                 total == 0 ? 0 : 1 / total, a->rank);
     a->lse[query * a->lse_stride_row + head * a->lse_stride_head] = max + logf(total);
 }
 

@@ -29,6 +29,8 @@ BLOCK_TOKENS = 1024
 _TILE_ROWS = 512
 """Query rows (queries times heads) scored at once."""
 
+_LOWEST = torch.finfo(torch.float32).min
+
 _BLOCK_SPLITS = BLOCK_TOKENS // CHUNK_TOKENS
 """Most splits in one block."""
 
@@ -187,6 +189,10 @@ class _Step:
         largest = self.stats[2].narrow(0, 0, count * groups).view(count, groups)
         torch.amax(scores, -1, out=top)
         torch.amax(probs, -1, out=largest)
+        if bool((nothing := top == -math.inf).any()):
+            # Scores of nothing but -inf weigh 0, where a softmax alone would say NaN.
+            probs.masked_fill_(nothing.unsqueeze(-1), 0.0)
+            largest.masked_fill_(nothing, 1.0)
         top.sub_(largest.log_())
         values = self.values[: groups * count * self.rank].view(groups, count, self.rank)
         if groups == 1:
@@ -208,8 +214,11 @@ class _Step:
         count = lse.shape[0]
         merged, old, new = (self.stats[k].narrow(0, 0, count) for k in (3, 4, 5))
         torch.logaddexp(into_lse, lse, out=merged)
-        torch.sub(into_lse, merged, out=old).exp_()
-        torch.sub(lse, merged, out=new).exp_()
+        # Not below the lowest number: -inf less -inf would be NaN.
+        shift = self.stats[6].narrow(0, 0, count)
+        torch.clamp(merged, min=_LOWEST, out=shift)
+        torch.sub(into_lse, shift, out=old).exp_()
+        torch.sub(lse, shift, out=new).exp_()
         into.mul_(old.unsqueeze(1)).add_(values.mul_(new.unsqueeze(1)))
         into_lse.copy_(merged)
 
@@ -229,6 +238,7 @@ class _Step:
         lses = self.partial_lse[:splits, query]
         top, total = self.stats[3][:heads], self.stats[4][:heads]
         torch.amax(lses, 0, out=top)
+        top.clamp_(min=_LOWEST)
         merged = self.open_values[:heads]
         merged.zero_()
         total.zero_()
@@ -241,9 +251,9 @@ class _Step:
             weighted = self.values[: count * heads * self.rank].view(count, heads, self.rank)
             weighted.copy_(part).mul_(weight.unsqueeze(2))
             merged.add_(torch.sum(weighted, 0, out=self.rows_of_merge))
-        merged.div_(total.unsqueeze(1))
+        self.binding.lse[query].copy_(top.add_(torch.log(total, out=self.stats[5][:heads])))
+        merged.div_(total.masked_fill_(total == 0, 1.0).unsqueeze(1))
         self.binding.output[query].copy_(merged)
-        self.binding.lse[query].copy_(top.add_(total.log_()))
 
 
 def workspace(caps: Caps) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -258,7 +268,7 @@ def workspace(caps: Caps) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         "probs": ((rows * BLOCK_TOKENS,), torch.float32),
         "values": ((_BLOCK_SPLITS * rows * caps.kv_lora_rank,), torch.float32),
         "open_values": ((rows, caps.kv_lora_rank), torch.float32),
-        "stats": ((6, _BLOCK_SPLITS * rows), torch.float32),
+        "stats": ((7, _BLOCK_SPLITS * rows), torch.float32),
     }
     if fmt.packed or fmt.dtype is not torch.float32:
         space["pages"] = ((gathered, fmt.row_width), fmt.dtype)
