@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import check_dense, check_leading, check_scale, check_tensor, is_int, same_device
 from .errors import ContractError
 from .kv_formats import PACKED
 from .planning import Plan
-
-_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,41 +183,37 @@ def bind(
     if not isinstance(plan, Plan):
         raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
     caps, fmt = plan.caps, plan.caps.kv_format
-    total_q = _leading("q", q, caps.max_total_q, "max_total_q")
-    _check("q", q, plan, caps.q_dtype, (total_q, caps.num_q_heads, caps.head_dim))
-    _check_is_tensor("kv_cache", kv_cache)
+    total_q = check_leading("q", q, caps.max_total_q, "max_total_q")
+    check_tensor("q", q, caps.q_dtype, (total_q, caps.num_q_heads, caps.head_dim), caps.device)
+    check_dense("kv_cache", kv_cache)
     if kv_cache.dim() != 3:
         raise ContractError("kv_cache", "3 dimensions [num_pages, page_size, row width]", list(kv_cache.shape))
-    _check("kv_cache", kv_cache, plan, fmt.dtype, (kv_cache.shape[0], caps.page_size, fmt.row_width))
+    check_tensor("kv_cache", kv_cache, fmt.dtype, (kv_cache.shape[0], caps.page_size, fmt.row_width), caps.device)
     if caps.kv_dtype == PACKED and any(stride % 4 for stride in kv_cache.stride()[:2]):
         raise ContractError("kv_cache", "packed records on 4-byte boundaries", f"strides {kv_cache.stride()}")
-    _check("output", output, plan, caps.output_dtype, (total_q, caps.num_q_heads, caps.kv_lora_rank))
-    _check("lse", lse, plan, torch.float32, (total_q, caps.num_q_heads), unit_stride=False)
+    check_tensor("output", output, caps.output_dtype, (total_q, caps.num_q_heads, caps.kv_lora_rank), caps.device)
+    check_tensor("lse", lse, torch.float32, (total_q, caps.num_q_heads), caps.device, unit_stride=False)
     for name, tensor in (("output", output), ("lse", lse)):
         _check_writable(name, tensor)
-    batch = _leading("cache_seqlens", cache_seqlens, caps.max_batch, "max_batch")
-    _check("cache_seqlens", cache_seqlens, plan, torch.int32, (batch,))
-    _check_is_tensor("page_table", page_table)
+    batch = check_leading("cache_seqlens", cache_seqlens, caps.max_batch, "max_batch")
+    check_tensor("cache_seqlens", cache_seqlens, torch.int32, (batch,), caps.device)
+    check_dense("page_table", page_table)
     if page_table.dim() != 2:
         raise ContractError("page_table", f"2 dimensions [batch = {batch}, width]", list(page_table.shape))
-    _check("page_table", page_table, plan, torch.int32, (batch, page_table.shape[1]))
+    check_tensor("page_table", page_table, torch.int32, (batch, page_table.shape[1]), caps.device)
     if cu_seqlens_q is None:
         if total_q != batch:
             raise ContractError("cu_seqlens_q", f"a tensor when total_q = {total_q} is not batch = {batch}", None)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=caps.device)
-    _check("cu_seqlens_q", cu_seqlens_q, plan, torch.int32, (batch + 1,))
+    check_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), caps.device)
     if query_cache_seqlens is not None:
         if not plan.supports("query_cache_seqlens"):
             raise ContractError("query_cache_seqlens", f"None (backend {plan.backend})", "a tensor")
-        _check("query_cache_seqlens", query_cache_seqlens, plan, torch.int32, (total_q,))
+        check_tensor("query_cache_seqlens", query_cache_seqlens, torch.int32, (total_q,), caps.device)
     sm_scale = check_scale("sm_scale", sm_scale)
     if active_splits is None:
         active_splits = plan.num_splits
-    if (
-        isinstance(active_splits, bool)
-        or not isinstance(active_splits, int)
-        or not 1 <= active_splits <= plan.num_splits
-    ):
+    if not is_int(active_splits, 1, plan.num_splits):
         raise ContractError("active_splits", f"an int in [1, plan.num_splits = {plan.num_splits}]", repr(active_splits))
     _check_scratch(plan, scratch)
     binding = Binding(
@@ -241,48 +236,6 @@ def bind(
     if caps.device.type == "cpu":
         binding.host_lengths()
     return binding
-
-
-def _check_is_tensor(name: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        raise ContractError(name, "a dense tensor", getattr(tensor, "layout", type(tensor).__name__))
-
-
-def _leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:
-    _check_is_tensor(name, tensor)
-    if tensor.dim() == 0 or tensor.shape[0] > limit:
-        raise ContractError(name, f"at most {limit_name} = {limit} rows", list(tensor.shape))
-    return tensor.shape[0]
-
-
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    plan: Plan,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    *,
-    unit_stride: bool = True,
-) -> None:
-    _check_is_tensor(name, tensor)
-    if tensor.dtype is not dtype:
-        raise ContractError(name, f"dtype {dtype}", tensor.dtype)
-    if tuple(tensor.shape) != shape:
-        raise ContractError(name, f"shape {list(shape)}", list(tensor.shape))
-    if not _same_device(tensor.device, plan.caps.device):
-        raise ContractError(name, f"device {plan.caps.device}", tensor.device)
-    if tensor.is_neg():
-        # A view that negates when it is read: kernels read the memory.
-        raise ContractError(name, "a tensor without a pending negation (see torch.resolve_neg)", "a negated view")
-    if unit_stride and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ContractError(name, "a last dimension of stride 1", f"strides {tensor.stride()}")
-
-
-def _same_device(tensor: torch.device, planned: torch.device) -> bool:
-    # "cuda" in the caps means whichever device is current.
-    if planned.type == "cuda" and planned.index is None:
-        return tensor.type == "cuda" and tensor.index == torch.cuda.current_device()
-    return tensor == planned
 
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
@@ -322,7 +275,7 @@ def _check_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor]) -> None:
         raise ContractError("scratch", f"the tensors of plan.scratch_specs(): {sorted(specs)}", came)
     for name, spec in specs.items():
         tensor = scratch[name]
-        _check(f"scratch[{name!r}]", tensor, plan, spec.dtype, spec.shape)
+        check_tensor(f"scratch[{name!r}]", tensor, spec.dtype, spec.shape, plan.caps.device)
         if not tensor.is_contiguous():
             raise ContractError(f"scratch[{name!r}]", "a contiguous tensor", f"strides {tensor.stride()}")
 
@@ -336,7 +289,7 @@ def _scale(
         return None
     device = plan.caps.device
     if isinstance(value, torch.Tensor):
-        if value.dtype is not torch.float32 or value.numel() != 1 or not _same_device(value.device, device):
+        if value.dtype is not torch.float32 or value.numel() != 1 or not same_device(value.device, device):
             raise ContractError(
                 name, f"one float32 on {device}", f"{value.dtype} {list(value.shape)} on {value.device}"
             )
@@ -347,10 +300,3 @@ def _scale(
         value = 1.0
     check_scale(name, value)
     return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-def check_scale(name: str, value: object) -> float:
-    """A factor must be a number that float32 can hold, above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
-        raise ContractError(name, "a finite number above 0, in float32", repr(value))
-    return float(value)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .checks import check_int
 from .errors import ContractError
 from .kv_formats import PACKED, KVFormat, kv_format
 from .options import SplitOptions, check_partial_dtype, check_single_split_chunks
@@ -76,10 +77,10 @@ class Caps:
             ("max_batch", 1, 1 << 24),
             ("max_cache_tokens", 1, (1 << 31) - 1),
         ):
-            _check_int(name, getattr(self, name), low, high)
+            check_int(name, getattr(self, name), low, high)
         for name in ("max_splits", "num_splits"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1, 1 << 16)
+                check_int(name, getattr(self, name), 1, 1 << 16)
         if not isinstance(self.q_dtype, torch.dtype) or self.q_dtype not in _Q_DTYPES:
             raise ContractError(
                 "q_dtype", "torch.bfloat16, torch.float16, torch.float32 or torch.float8_e4m3fn", repr(self.q_dtype)
@@ -130,8 +131,3 @@ def _device(value: object) -> torch.device:
         raise ContractError("device", "a device that torch knows", repr(value)) from error
     # Tensors are on "cpu", whatever number was asked for.
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ContractError(name, f"an int in [{low}, {high}]", repr(value))

@@ -10,6 +10,7 @@ import torch
 from .backends import load
 from .binding import Binding, bind
 from .caps import Caps
+from .checks import check_int, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
 from .options import SplitOptions, check_single_split_chunks
@@ -22,7 +23,6 @@ DECODE_SPLITS = 32
 DECODE_CAPACITY = 131072
 """Capacity, in tokens, that :func:`decode` takes its splits and threshold from, and plans for at least."""
 
-
 _MOST_TOKENS = (1 << 31) - 1
 
 
@@ -32,7 +32,7 @@ def compile(binding: Binding) -> None:
     Call it before capturing a graph. Outputs and scratch may be overwritten.
     """
     with torch.inference_mode():
-        load(_checked(binding).plan.backend).compile(binding)
+        _checked(binding).plan._backend.compile(binding)
 
 
 def run(binding: Binding) -> None:
@@ -47,7 +47,7 @@ def run(binding: Binding) -> None:
     """
     # Not no_grad, which would refuse tensors that were made in inference mode.
     with torch.inference_mode():
-        load(_checked(binding).plan.backend).run(binding)
+        _checked(binding).plan._backend.run(binding)
 
 
 def _checked(binding: object) -> Binding:
@@ -121,13 +121,13 @@ def decode(
         if tensor.dim() != dims:
             raise ContractError(name, f"{dims} dimensions", list(tensor.shape))
     page_size = kv_cache.shape[1]
-    if isinstance(kv_lora_rank, bool) or not isinstance(kv_lora_rank, int) or not 0 < kv_lora_rank <= q.shape[2]:
+    if not is_int(kv_lora_rank, 1, q.shape[2]):
         raise ContractError("kv_lora_rank", f"an int from 1 to the query's width {q.shape[2]}", repr(kv_lora_rank))
     if page_size == 0:
         raise ContractError("kv_cache", "pages of at least one token", list(kv_cache.shape))
     for name, value in (("max_splits", max_splits), ("num_splits", num_splits)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ContractError(name, "an int of at least 1", repr(value))
+        if value is not None:
+            check_int(name, value, 1)
     # Powers of two, so that a growing table makes few plans.
     table_tokens = max(page_table.shape[1] * page_size, DECODE_CAPACITY)
     capacity = min(1 << (table_tokens - 1).bit_length(), _MOST_TOKENS)

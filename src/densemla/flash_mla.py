@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import is_int
 from .decoding import decode
 from .errors import ContractError
 from .kv_formats import kv_format
@@ -338,7 +339,7 @@ def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def _stored(k_cache: object, name: str, q: torch.Tensor, head_dim_v: int, is_fp8: bool) -> torch.Tensor:
     """The cache in the dtype under which densemla knows its format."""
     head_dim = q.shape[3]
-    if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, int) or not 0 < head_dim_v <= head_dim:
+    if not is_int(head_dim_v, 1, head_dim):
         raise ContractError("head_dim_v", f"an int in [1, head_dim = {head_dim}]", repr(head_dim_v))
     _check(name, k_cache, None, (None, None, None, None), q.device)
     assert isinstance(k_cache, torch.Tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .binding import check_scale
+from .checks import check_int, check_scale
 from .errors import ContractError
 from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_fields
 
@@ -31,8 +31,7 @@ def empty(
         ("kv_lora_rank", kv_lora_rank, 1),
         ("qk_rope_head_dim", qk_rope_head_dim, 0),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ContractError(name, f"an int of at least {low}", repr(value))
+        check_int(name, value, low)
     fmt = kv_format(kv_dtype, kv_lora_rank, qk_rope_head_dim)
     return torch.empty(num_pages, page_size, fmt.row_width, dtype=fmt.dtype, device=device)
 

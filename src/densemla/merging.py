@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from .checks import check_dense
 from .errors import ContractError
 
 
@@ -35,8 +36,7 @@ def merge(outputs: torch.Tensor, lses: torch.Tensor, *, base: float = math.e) ->
     if not isinstance(base, (int, float)) or base not in (math.e, 2):
         raise ContractError("base", "math.e or 2", repr(base))
     for name, tensor in (("outputs", outputs), ("lses", lses)):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            raise ContractError(name, "a dense tensor", getattr(tensor, "layout", type(tensor).__name__))
+        check_dense(name, tensor)
     if outputs.dim() < 2 or outputs.shape[0] < 1 or not outputs.is_floating_point():
         raise ContractError("outputs", "a float tensor [parts >= 1, ..., d]", f"{outputs.dtype} {list(outputs.shape)}")
     if lses.shape != outputs.shape[:-1] or lses.dtype not in (torch.float32, torch.float64):

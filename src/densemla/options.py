@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import is_int
 from .errors import ContractError
 
 PARTIAL_DTYPE_ENV = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
@@ -28,7 +29,7 @@ def check_partial_dtype(value: object, argument: str = "partial_dtype") -> torch
 
 def check_single_split_chunks(value: object, argument: str = "single_split_chunks") -> int:
     """``value`` as a threshold in chunks (-1, 0 or more), or a :class:`ContractError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+    if not is_int(value, -1):
         raise ContractError(
             argument, "an int: -1 (the plan's chunks_per_split), 0 (balance every request) or N > 0", repr(value)
         )

@@ -8,6 +8,7 @@ import torch
 
 from .backends import Backend, resolve
 from .caps import Caps
+from .checks import is_int
 from .errors import ContractError
 from .splits import ceil_div, default_num_splits, launch_splits
 
@@ -86,7 +87,7 @@ class Plan:
             ContractError: the length is no int from 0 to ``max_cache_tokens``.
         """
         length, most = longest_cache_seqlen, self.caps.max_cache_tokens
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= most:
+        if not is_int(length, 0, most):
             raise ContractError("longest_cache_seqlen", f"an int from 0 to max_cache_tokens = {most}", repr(length))
         return launch_splits(longest_cache_seqlen, self.num_splits, self.single_split_chunks)
 

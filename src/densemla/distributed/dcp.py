@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from .. import decoding
 from ..binding import Binding, bind
+from ..checks import check_leading, check_tensor
 from ..errors import ContractError
 from ..planning import Plan
 from ..planning import plan as make_plan
@@ -204,22 +205,21 @@ class DcpDecoder:
         kv_scale: torch.Tensor | float | None,
     ) -> DcpBinding:
         caps = self.plan.caps
-        total_q = _rows("q", q, caps.max_total_q)
-        batch = _rows("cache_seqlens", cache_seqlens, caps.max_batch)
-        _check("q", q, caps.q_dtype, (total_q, self.own_heads, caps.head_dim), self._q.device)
+        device = self._q.device
+        total_q = check_leading("q", q, caps.max_total_q, "max_total_q")
+        batch = check_leading("cache_seqlens", cache_seqlens, caps.max_batch, "max_batch")
+        check_tensor("q", q, caps.q_dtype, (total_q, self.own_heads, caps.head_dim), device)
         if not q.is_contiguous():
             raise ContractError("q", "a contiguous tensor", f"strides {q.stride()}")
-        _check("output", output, caps.output_dtype, (total_q, self.own_heads, caps.kv_lora_rank), self._q.device)
-        if output.stride(-1) != 1 and caps.kv_lora_rank > 1:
-            raise ContractError("output", "a last dimension of stride 1", f"strides {output.stride()}")
-        _check("lse", lse, torch.float32, (total_q, self.own_heads), self._q.device)
-        _check("cache_seqlens", cache_seqlens, torch.int32, (batch,), self._q.device)
+        check_tensor("output", output, caps.output_dtype, (total_q, self.own_heads, caps.kv_lora_rank), device)
+        check_tensor("lse", lse, torch.float32, (total_q, self.own_heads), device, unit_stride=False)
+        check_tensor("cache_seqlens", cache_seqlens, torch.int32, (batch,), device, unit_stride=False)
         if cu_seqlens_q is not None:
-            _check("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), self._q.device)
+            check_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), device, unit_stride=False)
         elif total_q != batch:
             raise ContractError("cu_seqlens_q", f"a tensor when total_q = {total_q} is not batch = {batch}", None)
         if query_cache_seqlens is not None:
-            _check("query_cache_seqlens", query_cache_seqlens, torch.int32, (total_q,), self._q.device)
+            check_tensor("query_cache_seqlens", query_cache_seqlens, torch.int32, (total_q,), device, unit_stride=False)
         self._localise(cache_seqlens, cu_seqlens_q, query_cache_seqlens, total_q)
         heads = total_q * caps.num_q_heads
         shape = (total_q, caps.num_q_heads)
@@ -303,19 +303,3 @@ class DcpDecoder:
     def merge(self, binding: DcpBinding) -> None:
         """The last part of :meth:`run`: the ranks' partials into each rank's own heads."""
         self._merge.run(binding.output, binding.lse)
-
-
-def _rows(name: str, tensor: torch.Tensor, limit: int) -> int:
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[0] > limit:
-        got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ContractError(name, f"a tensor with at most {limit} rows", got)
-    return tensor.shape[0]
-
-
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ContractError(name, "a tensor", type(tensor).__name__)
-    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or tensor.device != device:
-        raise ContractError(
-            name, f"{dtype} {list(shape)} on {device}", f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )

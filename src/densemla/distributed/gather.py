@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from ..checks import is_int
 from ..errors import ContractError
 from .collectives import Group
 
@@ -63,7 +64,7 @@ def _refusal(tensor: object, dim: object, sizes: Sequence[int] | None, ranks: Gr
         return ContractError("tensor", f"1 to {_MAX_DIMS} dimensions", list(tensor.shape))
     if torch.is_grad_enabled() and tensor.requires_grad:
         return ContractError("tensor", "a tensor without gradient (call under torch.no_grad)", "requires_grad")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+    if not is_int(dim, -tensor.dim(), tensor.dim() - 1):
         return ContractError("dim", f"an int in [{-tensor.dim()}, {tensor.dim()})", repr(dim))
     if sizes is not None:
         if len(sizes) != ranks.world or any(size < 0 for size in sizes):

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from ..checks import is_int
 from ..errors import ContractError
 from ..merging import merge
 from ..options import check_partial_dtype
@@ -101,7 +102,7 @@ class LseMerge:
             float32 [rows, num_heads]. In the all-to-all form both lie in the messages to be sent, with
             strides: an LSE directly behind its output.
         """
-        if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows <= self.max_rows:
+        if not is_int(rows, 0, self.max_rows):
             raise ContractError("rows", f"an int in [0, max_rows = {self.max_rows}]", repr(rows))
         shape = (rows, self.num_heads)
         whole = self._cut(self._partials, *shape)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from ..checks import check_int
 from ..errors import ContractError
 
 
@@ -106,5 +107,4 @@ def check_layout(rank: int, world: int, interleave: int) -> None:
         ("rank", rank, 0, world - 1),
         ("interleave", interleave, 1, 1 << 24),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ContractError(name, f"an int in [{low}, {high}]", repr(value))
+        check_int(name, value, low, high)

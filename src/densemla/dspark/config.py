@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..checks import check_int
 from ..errors import ContractError
-
-
-def check_positive(name: str, value: object) -> None:
-    """``value`` must be an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ContractError(name, "an int of at least 1", repr(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +88,9 @@ class MLAConfig:
             "vocab_size",
             "max_position_embeddings",
         ):
-            check_positive(name, getattr(self, name))
+            check_int(name, getattr(self, name), 1)
         if self.q_lora_rank is not None:
-            check_positive("q_lora_rank", self.q_lora_rank)
+            check_int("q_lora_rank", self.q_lora_rank, 1)
         if self.rope is not None and self.qk_rope_head_dim % 2:
             raise ContractError("qk_rope_head_dim", "an even number of columns to rotate", self.qk_rope_head_dim)
 
@@ -123,10 +118,10 @@ class DSparkConfig(MLAConfig):
     def __post_init__(self) -> None:
         # super() without arguments needs the class cell, which slots=True replaces.
         MLAConfig.__post_init__(self)
-        check_positive("target_hidden_size", self.target_hidden_size)
-        check_positive("block_size", self.block_size)
+        check_int("target_hidden_size", self.target_hidden_size, 1)
+        check_int("block_size", self.block_size, 1)
         if self.markov_rank != 0:
-            check_positive("markov_rank", self.markov_rank)
+            check_int("markov_rank", self.markov_rank, 1)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ContractError("mask_token_id", f"a token in [0, vocab_size = {self.vocab_size})", self.mask_token_id)
         if any(not isinstance(layer, int) or layer < 0 for layer in self.target_layer_ids):

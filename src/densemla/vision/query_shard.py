@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..checks import is_int
 from ..distributed.collectives import Group
 from ..distributed.gather import all_gatherv
 from ..errors import ContractError
@@ -95,7 +96,7 @@ def attend_share(
         ContractError: an argument does not fit, or torch has no tiled kernel for it.
     """
     bounds = _bounds(q, k, v, cu_seqlens)
-    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= k.shape[0] - q.shape[0]:
+    if not is_int(start, 0, k.shape[0] - q.shape[0]):
         raise ContractError("start", f"an int in [0, {k.shape[0] - q.shape[0]}]", repr(start))
     scale = _scale(sm_scale, q.shape[2])
     output = torch.empty_like(q, memory_format=torch.contiguous_format)

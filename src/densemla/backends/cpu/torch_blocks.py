@@ -90,6 +90,7 @@ class _Step:
 
     def run(self) -> None:
         binding, cu = self.binding, self.host.cu_seqlens_q
+        self.partial_lse[: binding.active_splits, : binding.total_q].fill_(-math.inf)
         self._clear(cu[-1], binding.total_q)
         queries_per_tile = max(1, _TILE_ROWS // self.heads)
         for i, length in enumerate(self.host.cache_seqlens):
@@ -100,11 +101,9 @@ class _Step:
                 self._tile(i, length, begin, min(begin + queries_per_tile, cu[i + 1]))
 
     def _clear(self, begin: int, end: int) -> None:
-        """Queries that see nothing: exactly 0, and -inf from every launched split."""
-        if begin < end:
-            self.binding.output[begin:end].zero_()
-            self.binding.lse[begin:end].fill_(-math.inf)
-            self.partial_lse[: self.binding.active_splits, begin:end].fill_(-math.inf)
+        """Queries that see nothing: exactly 0 and -inf."""
+        self.binding.output[begin:end].zero_()
+        self.binding.lse[begin:end].fill_(-math.inf)
 
     def _tile(self, request: int, length: int, begin: int, end: int) -> None:
         plan, launched = self.binding.plan, self.binding.active_splits
@@ -115,7 +114,6 @@ class _Step:
         q_rows = self.q_rows[: (end - begin) * self.heads]
         q_rows.view(end - begin, self.heads, -1).copy_(self.binding.q[begin:end])
         q_rows.mul_(self.score_scale)
-        self.partial_lse[:launched, begin:end].fill_(-math.inf)
         seen_by_any = max(visible)
         for block in _blocks(length, width):
             if block.start >= seen_by_any:

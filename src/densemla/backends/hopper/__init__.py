@@ -16,7 +16,7 @@ import torch
 
 from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
-from .. import SPLIT_FEATURES, load
+from .. import SPLIT_FEATURES, cuda, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
 from .source import DecodeVariant, MergeVariant
 
@@ -34,7 +34,6 @@ _MANY_SPLITS = 12
 
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 _MOST_HEADS = 128
-_MOST_TOKENS = 1 << 30
 
 TILINGS = ((16, 1), (48, 1), (64, 1), (48, 2), (64, 2))
 """Query rows of a block, and blocks that share every load of the cache."""
@@ -106,7 +105,7 @@ class _MergeParams(ctypes.Structure):
 @lru_cache
 def tiling(caps: Caps) -> tuple[int, int]:
     """The one of :data:`TILINGS` that takes the queries of a usual request in the fewest cycles."""
-    rows = _usual_rows(caps)
+    rows = cuda.rows_per_request(caps)
 
     def cost(choice: tuple[int, int]) -> tuple[int, int]:
         tile, cluster = choice
@@ -114,10 +113,6 @@ def tiling(caps: Caps) -> tuple[int, int]:
         return ceil_div(rows, tile * cluster) * cluster * cycles, tile * cluster
 
     return min(TILINGS, key=cost)
-
-
-def _usual_rows(caps: Caps) -> int:
-    return caps.num_q_heads * ceil_div(caps.max_total_q, caps.max_batch)
 
 
 def most_tiles(total_q: int, batch: int, heads: int, rows: int) -> int:
@@ -140,9 +135,7 @@ def unsupported(caps: Caps) -> str | None:
         return f"it takes a page size of {', '.join(map(str, _PAGE_SIZES))}, not {caps.page_size}"
     if caps.num_q_heads > _MOST_HEADS:
         return f"it takes at most {_MOST_HEADS} heads, not {caps.num_q_heads}"
-    if caps.max_cache_tokens > _MOST_TOKENS:
-        return f"it counts tokens in 32 bits: at most {_MOST_TOKENS} per request"
-    return None
+    return cuda.token_refusal(caps)
 
 
 class HopperBackend:
@@ -151,10 +144,8 @@ class HopperBackend:
     most_splits = 4096
 
     def refusal(self, caps: Caps) -> str | None:
-        if caps.device.type != "cuda":
-            return f"it needs a CUDA device, not {caps.device}"
-        if torch.version.cuda is None or not torch.cuda.is_available():
-            return "torch finds no CUDA device here: see `densemla doctor`"
+        if (why := cuda.device_refusal(caps)) is not None:
+            return why
         capability = torch.cuda.get_device_capability(caps.device)
         if capability != _CAPABILITY:
             return f"it needs compute capability 9.0 (H100, H200), {caps.device} has {capability[0]}.{capability[1]}"
@@ -167,7 +158,7 @@ class HopperBackend:
     def occupancy(self, caps: Caps) -> tuple[int, int]:
         tile, cluster = tiling(caps)
         multiprocessors = torch.cuda.get_device_properties(caps.device).multi_processor_count
-        return caps.max_batch * ceil_div(_usual_rows(caps), tile * cluster), multiprocessors // cluster
+        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tile * cluster), multiprocessors // cluster
 
     def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}

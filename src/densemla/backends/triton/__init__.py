@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...splits import ceil_div
-from .. import SPLIT_FEATURES
-from .tiles import CONVERTED_Q, INTERPRETED, Device, Tiles, choose, computing_dtype, device_of, rows_per_request
+from .. import SPLIT_FEATURES, cuda
+from .tiles import CONVERTED_Q, INTERPRETED, Device, Tiles, choose, computing_dtype, device_of
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _OLDEST_TRITON = (3, 6)
 _OLDEST_CAPABILITY = (8, 0)
 _WIDEST_RANK = 512
-_MOST_TOKENS = 1 << 30
 _MOST_ROWS = 1 << 24
 
 
@@ -38,8 +37,8 @@ class TritonBackend:
             return why
         if (why := _format_refusal(caps)) is not None:
             return why
-        if caps.max_cache_tokens > _MOST_TOKENS:
-            return f"it counts tokens in 32 bits: at most {_MOST_TOKENS} per request"
+        if (why := cuda.token_refusal(caps)) is not None:
+            return why
         if caps.max_total_q * caps.num_q_heads > _MOST_ROWS:
             return f"it counts query rows in 32 bits: at most {_MOST_ROWS}, queries times heads"
         if caps.kv_lora_rank > _WIDEST_RANK or caps.qk_rope_head_dim > _WIDEST_RANK:
@@ -51,7 +50,7 @@ class TritonBackend:
 
     def occupancy(self, caps: Caps) -> tuple[int, int]:
         device, tiles = _device(caps), _tiles(caps)
-        return caps.max_batch * ceil_div(rows_per_request(caps), tiles.block_h), device.multiprocessors
+        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tiles.block_h), device.multiprocessors
 
     def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         dtype = computing_dtype(caps)
@@ -94,10 +93,8 @@ def _tiles(caps: Caps) -> Tiles:
 def _device_refusal(caps: Caps) -> str | None:
     if caps.device.type == "cpu" and caps.backend == "triton" and _interpreting():
         return None if _triton_found() else _NO_TRITON
-    if caps.device.type != "cuda":
-        return f"it needs a CUDA device, not {caps.device}"
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return "torch finds no CUDA device here: see `densemla doctor`"
+    if (why := cuda.device_refusal(caps)) is not None:
+        return why
     if not _triton_found():
         return _NO_TRITON
     from .launch import version  # noqa: PLC0415  # Triton is imported when it is needed

@@ -14,6 +14,7 @@ import torch
 
 from ...caps import Caps
 from ...splits import ceil_div
+from ..cuda import rows_per_request
 
 _MOST_STAGES = 5
 """Deeper pipelines than four blocks in flight bring nothing."""
@@ -86,11 +87,6 @@ class Tiles:
 def padded(width: int) -> int:
     """Columns of a tile that holds ``width``: a power of two, at least what a matrix unit takes."""
     return max(16, 1 << (width - 1).bit_length())
-
-
-def rows_per_request(caps: Caps) -> int:
-    """Query rows of a request when queries are spread evenly."""
-    return caps.num_q_heads * max(1, ceil_div(caps.max_total_q, caps.max_batch))
 
 
 def converted(caps: Caps) -> bool:

@@ -1,0 +1,77 @@
+"""The checks of a caller's input that more than one module makes."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+import torch
+
+from .errors import ContractError
+
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max
+
+
+def is_int(value: object, low: int, high: float = math.inf) -> TypeGuard[int]:
+    """Whether ``value`` is an int, and no bool, from ``low`` to ``high``."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """``value`` must be an int from ``low`` to ``high`` (None: without end)."""
+    if not is_int(value, low, math.inf if high is None else high):
+        expected = f"an int of at least {low}" if high is None else f"an int in [{low}, {high}]"
+        raise ContractError(name, expected, repr(value))
+
+
+def check_scale(name: str, value: object) -> float:
+    """A factor must be a number that float32 can hold, above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
+        raise ContractError(name, "a finite number above 0, in float32", repr(value))
+    return float(value)
+
+
+def check_dense(name: str, tensor: object) -> None:
+    """``tensor`` must be a tensor with memory and strides."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise ContractError(name, "a dense tensor", getattr(tensor, "layout", type(tensor).__name__))
+
+
+def check_leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:
+    """The tensor's first size, which must be at most ``limit``."""
+    check_dense(name, tensor)
+    if tensor.dim() == 0 or tensor.shape[0] > limit:
+        raise ContractError(name, f"at most {limit_name} = {limit} rows", list(tensor.shape))
+    return tensor.shape[0]
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    *,
+    unit_stride: bool = True,
+) -> None:
+    """``tensor`` must be dense, of this dtype, shape and device, and plain memory to a kernel."""
+    check_dense(name, tensor)
+    if tensor.dtype is not dtype:
+        raise ContractError(name, f"dtype {dtype}", tensor.dtype)
+    if tuple(tensor.shape) != shape:
+        raise ContractError(name, f"shape {list(shape)}", list(tensor.shape))
+    if not same_device(tensor.device, device):
+        raise ContractError(name, f"device {device}", tensor.device)
+    if tensor.is_neg():
+        # A view that negates when it is read: kernels read the memory.
+        raise ContractError(name, "a tensor without a pending negation (see torch.resolve_neg)", "a negated view")
+    if unit_stride and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ContractError(name, "a last dimension of stride 1", f"strides {tensor.stride()}")
+
+
+def same_device(device: torch.device, planned: torch.device) -> bool:
+    """Whether a tensor's ``device`` is the ``planned`` one."""
+    # "cuda" in the caps means whichever device is current.
+    if planned.type == "cuda" and planned.index is None:
+        return device.type == "cuda" and device.index == torch.cuda.current_device()
+    return device == planned
