@@ -96,7 +96,7 @@ class Case:
     def records(self, dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
         """The cache as 656-byte records, and the rows that they stand for."""
         flat = self.rows.reshape(-1, D).nan_to_num(0)
-        packed = kv_cache.empty(self.rows.shape[0], self.block, "fp8_ds_mla")
+        packed = kv_cache.empty(self.rows.shape[0], self.block, "fp8_ds_mla", device=flat.device)
         kv_cache.append(flat[:, :DV], flat[:, DV:], packed, torch.arange(flat.shape[0]))
         stood = torch.empty(flat.shape[0], D)
         latent = packed[..., :DV].reshape(-1, DV).view(torch.float8_e4m3fn).float()
