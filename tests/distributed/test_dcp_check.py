@@ -13,6 +13,7 @@ import typer
 
 import densemla
 from densemla.distributed import check, lse_merge
+from densemla.distributed.collectives import DUMP_WAIT
 
 
 def dcp_check(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
@@ -87,3 +88,13 @@ def test_ranks_that_never_meet(monkeypatch, capsys):
         alone(timeout=1)
     assert caught.value.exit_code == 1
     assert "MASTER_ADDR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "250"), ("4000", "4000")])
+def test_a_lost_rank_is_no_long_wait(before, after, monkeypatch):
+    """Under NCCL; read by torch when the group is made."""
+    monkeypatch.setenv(DUMP_WAIT, before or "")
+    if before is None:
+        monkeypatch.delenv(DUMP_WAIT)
+    alone()
+    assert os.environ[DUMP_WAIT] == after

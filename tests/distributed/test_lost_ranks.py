@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from datetime import timedelta
 
@@ -18,7 +17,7 @@ from densemla.distributed import DcpDecoder, PeerError, all_gatherv
 TIMEOUT = 2.0
 
 
-def step_without_peer() -> tuple[str, float]:
+def step_without_peer() -> list[tuple[str, float]]:
     """Ranks 0 and 1 decode, and 1 dies between two steps; ranks 2 and 3 gather, and 3 never comes."""
     rank = dist.get_rank()
     # Only the pair that waits in vain is short of time, and only once all ranks are there.
@@ -30,14 +29,15 @@ def step_without_peer() -> tuple[str, float]:
         decoder = DcpDecoder(problem.plan(torch.bfloat16), pairs[0])
         binding = problem.bind(decoder)
         decoder.run(binding)
+        decoder.watch()
         dist.barrier(pairs[0])
         if rank == 1:
             os._exit(1)
-        return _failure(lambda: decoder.run(binding))
+        return [_failure(lambda: decoder.run(binding)), _failure(decoder.watch)]
     if rank == 3:
         time.sleep(2.5 * TIMEOUT)
-        return "", 0.0
-    return _failure(lambda: all_gatherv(torch.zeros(2), 0, pairs[1]))
+        return []
+    return [_failure(lambda: all_gatherv(torch.zeros(2), 0, pairs[1]))]
 
 
 def _failure(call) -> tuple[str, float]:
@@ -52,12 +52,13 @@ def _failure(call) -> tuple[str, float]:
 def test_the_others_end_with_a_clear_error():
     results = gloo_workers.run(4, [step_without_peer], deadline=40)
     assert results[1] == []
-    for rank, what in ((0, "all-gather of queries"), (2, "all-gather of shapes")):
+    for rank, collectives in ((0, ["queries", "signs of life"]), (2, ["shapes"])):
         passed, found = results[rank][0]
         assert passed, found
-        message, seconds = found
-        assert re.search(rf"rank 0 of 2: the {what} failed on gloo. A peer has died", message), message
-        assert seconds < 2 * TIMEOUT
+        for what, (message, seconds) in zip(collectives, found, strict=True):
+            expected = f"rank 0 of 2: the all-gather of {what} failed on gloo. A peer has died"
+            assert message.startswith(expected), message
+            assert seconds < 2 * TIMEOUT
 
 
 def test_without_a_process_group():

@@ -27,7 +27,7 @@ from ..inputs import RandomStep, random_step
 from ..options import PARTIAL_DTYPES
 from ..planning import plan
 from ..splits import ceil_div
-from .collectives import Group, PeerError
+from .collectives import Group, PeerError, end_soon_after_a_timeout
 from .dcp import DcpBinding, DcpDecoder, Form
 from .gather import all_gatherv
 from .lse_merge import FORMS
@@ -127,6 +127,7 @@ def join(transport: str, timeout: float) -> torch.device:
             raise ContractError("transport", f"a GPU for each of the {local_world} ranks", torch.cuda.device_count())
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    end_soon_after_a_timeout()
     options: dict[str, Any] = {"device_id": device} if transport == "nccl" else {}
     if "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -214,7 +215,7 @@ def timed_us(decoder: DcpDecoder, binding: DcpBinding, repeat: int) -> tuple[flo
     """Median microseconds of a step and of its local decode alone; on CUDA both as graph replays."""
     decoder.compile(binding)
     calls: list[Callable[[], None]] = [lambda: decoder.run(binding), lambda: decoding.run(binding.local)]
-    step_us, decode_us = (_median_us(call, repeat, on_gpu=binding.q.is_cuda) for call in calls)
+    step_us, decode_us = (_median_us(call, repeat, decoder if binding.q.is_cuda else None) for call in calls)
     return step_us, decode_us
 
 
@@ -230,9 +231,10 @@ def captured_graph(call: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def _median_us(call: Callable[[], None], repeat: int, *, on_gpu: bool) -> float:
+def _median_us(call: Callable[[], None], repeat: int, decoder: DcpDecoder | None) -> float:
+    """On the host's clock; with a decoder, which then watches over the ranks, on the device's over graph replays."""
     times = []
-    if not on_gpu:
+    if decoder is None:
         for _ in range(repeat):
             began = time.perf_counter()
             call()
@@ -247,6 +249,7 @@ def _median_us(call: Callable[[], None], repeat: int, *, on_gpu: bool) -> float:
         for _ in range(_REPLAYS):
             replay()
         end.record()
+        decoder.watch()
         end.synchronize()
         times.append(float(start.elapsed_time(end)) * 1e3 / _REPLAYS)
     return statistics.median(times)

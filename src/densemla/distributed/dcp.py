@@ -135,6 +135,8 @@ class DcpDecoder:
         self._cache_seqlens = torch.empty(caps.max_batch, dtype=torch.int32, device=device)
         self._visible = torch.empty(caps.max_total_q, dtype=torch.int32, device=device)
         self._scratch = self.local_plan.empty_scratch()
+        self._sign = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._signs = torch.zeros(ranks.world, dtype=torch.uint8, device=device)
 
     def bind(
         self,
@@ -289,6 +291,22 @@ class DcpDecoder:
         self.gather_queries(binding)
         decoding.run(binding.local)
         self.merge(binding)
+
+    def watch(self) -> None:
+        """Put what was launched before this under the group's timeout. Collective.
+
+        Call it behind the replay of a CUDA graph. NCCL's watchdog knows the collectives that were launched one by
+        one and none inside a graph, so a replay whose peer is gone waits for ever. This launches an all-gather of
+        one byte outside the graph, and the watchdog sees that wait. Once per step is enough; the host waits for
+        nothing.
+
+        Raises:
+            ContractError: a graph is being captured, in which this would have no effect.
+            PeerError: on gloo, a peer died or did not join.
+        """
+        if self._sign.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ContractError("watch", "a call outside the capture of a graph", "a capturing stream")
+        self._ranks.all_gather(self._signs, self._sign, "signs of life")
 
     def gather_queries(self, binding: DcpBinding) -> None:
         """The first part of :meth:`run`: all heads' queries onto every rank."""
