@@ -147,6 +147,27 @@ def tiles(block_h: int, block_n: int, tile_loads: bool) -> Callable[[], None]:
     return check
 
 
+def growing_logits() -> None:
+    """Logits that rise from block to block, by less and by more than what moves a row's base; rows apart."""
+    wide = Tiles(64, 64, 8, 2, True, 0)
+    options = {"num_splits": 1, "single_split_chunks": 8}
+    step = make_step([64 * 7 + 10], heads=20)
+    step.kv_cache[..., 512] = 0
+    for block in range(8):
+        step.kv_cache[step.page_table[0, block], :, 512] = block
+    # Powers of two by which the weights grow in a block, one for each head.
+    growth = torch.tensor([-40.0, -3.0, 0.0, 0.5, 1.0, 3.0, 5.0, 7.5, 8.0, 9.0, 16.0, 30.0]).repeat(2)[:20]
+    step.q[..., 512] = (growth * math.log(2) / step.sm_scale).bfloat16()
+    assert_right(step, run(step, wide, **options))
+    step.q[..., 512] = math.log(2) / step.sm_scale
+    calm = run(step, wide, **options)
+    step.q[:, 3, 512] *= 30
+    result = run(step, wide, **options)
+    others = torch.arange(20) != 3
+    assert torch.equal(result.output[:, others], calm.output[:, others])
+    assert torch.equal(result.lse[:, others], calm.lse[:, others])
+
+
 def integers_that_lie() -> None:
     """On a device nothing can be checked, but whatever lengths and page ids say, only the tensors are written."""
     from densemla.backends.triton.launch import launch  # noqa: PLC0415
@@ -197,6 +218,7 @@ CASES: dict[str, Callable[[], None]] = {
     "eager or graph": eager_or_graph,
     "wide tiles": tiles(64, 64, False),
     "tiles from the copy engine": tiles(64, 64, True),
+    "logits that grow": growing_logits,
     "integers that lie": integers_that_lie,
 }
 

@@ -192,3 +192,10 @@ def test_fits_and_does_not_spill(compiled: dict[tuple[str, str], Compiled], devi
     assert kernel.shared_bytes <= kernel.planned_bytes
     spills = {name: kernel.main_loop.get(name, 0) for name in ("LDL", "STL")}
     assert spills == {"LDL": 0, "STL": 0}
+
+
+@pytest.mark.parametrize("variant", [variant for device, variant in JOBS if device == "9.0"])
+def test_warpgroup_products_run_on(compiled: dict[tuple[str, str], Compiled], variant: str) -> None:
+    """The assembler has not put a wait behind every single product, as it does where it loses track of a sum."""
+    loop = compiled["9.0", variant].main_loop
+    assert loop.get("WARPGROUP", 0) <= loop.get("HGMMA", 0) // 2

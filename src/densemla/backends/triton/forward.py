@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lookup import CHUNK_TOKENS, first_slot, length_of, queries_of, request_of_slot, split_width, visible_to
 
@@ -104,6 +104,30 @@ def _rows_of(kv_cache, page, token, num_pages, page_stride, row_stride, page_siz
 
 
 @triton.jit
+def _load_queries(rows, live, columns, rope_columns, kv_lora_rank: tl.constexpr, qk_rope_head_dim: tl.constexpr):
+    """Latent and rope parts of the query rows at pointers ``rows``."""
+    latent = tl.load(rows[:, None] + columns[None, :], mask=live[:, None] & (columns < kv_lora_rank)[None, :], other=0)
+    rope = latent
+    if qk_rope_head_dim > 0:
+        rope = tl.load(
+            rows[:, None] + kv_lora_rank + rope_columns[None, :],
+            mask=live[:, None] & (rope_columns < qk_rope_head_dim)[None, :],
+            other=0,
+        )
+    return latent, rope
+
+
+@triton.jit
+def _logits_of_one_sum(q_latent, q_rope, latent, rope, scale, always):
+    """Base-2 logits of a block; both products add to one sum."""
+    scores = tl.zeros([q_latent.shape[0], latent.shape[0]], tl.float32)
+    # Always true, against the chain of products that ``_absorb`` tells of.
+    if always:
+        scores = tl.dot(q_rope, rope.T)
+    return tl.dot(q_latent, latent.T, scores) * scale
+
+
+@triton.jit
 def _logits(q_latent, q_rope, latent, rope, scale, HAS_ROPE: tl.constexpr):
     """Base-2 logits of a block."""
     latent_scores = tl.dot(q_latent, latent.T)
@@ -116,7 +140,31 @@ def _logits(q_latent, q_rope, latent, rope, scale, HAS_ROPE: tl.constexpr):
 
 
 @triton.jit
-def _absorb(logits, values, top, total, acc, always):
+def _scaled(total, keep, SUM_PARTS: tl.constexpr):
+    if SUM_PARTS > 0:  # noqa: SIM108 (a compile-time branch)
+        total = total * keep[:, None, None]
+    else:
+        total = total * keep
+    return total
+
+
+@triton.jit
+def _row_sums(weights, SUM_PARTS: tl.constexpr):
+    """Sums of weights by row; with ``SUM_PARTS``, one for every thread that holds some of the row.
+
+    A warpgroup's product gives each group of 4 threads 2 of every 8 columns.
+    """
+    if SUM_PARTS > 0:
+        rows: tl.constexpr = weights.shape[0]
+        octets: tl.constexpr = weights.shape[1] // (SUM_PARTS * 8)
+        sums = tl.sum(tl.sum(weights.reshape(rows, SUM_PARTS, octets, 4, 2), 4), 2)
+    else:
+        sums = tl.sum(weights, 1)
+    return sums
+
+
+@triton.jit
+def _absorb(logits, values, top, total, acc, always, SUM_PARTS: tl.constexpr):
     """Add a block to the running softmax: its largest logit, sum of weights and weighted values."""
     new_top = top
     keep = top
@@ -126,7 +174,7 @@ def _absorb(logits, values, top, total, acc, always):
         new_top = tl.maximum(top, tl.max(logits, 1))
         keep = tl.exp2(top - new_top)
         logits = tl.exp2(logits - new_top[:, None])
-        total = total * keep + tl.sum(logits, 1)
+        total = _scaled(total, keep, SUM_PARTS) + _row_sums(logits, SUM_PARTS)
     acc = tl.dot(logits.to(values.dtype), values, acc * keep[:, None])
     return new_top, total, acc
 
@@ -157,6 +205,7 @@ def _edge_blocks(
     FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     MIXED: tl.constexpr,
+    SUM_PARTS: tl.constexpr,
 ):
     """Blocks from ``begin`` to ``end`` of which rows may see only a part.
 
@@ -180,8 +229,8 @@ def _edge_blocks(
             zero = wide - wide
             logits += tl.sum(zero, 1)[None, :]
             latent = tl.where(zero == 0.0, wide, 0.0).to(DTYPE)
-        logits = tl.where(token[None, :] < visible[:, None], logits, float("-inf"))
-        top, total, acc = _absorb(logits, latent, top, total, acc, begin < end)
+        logits = tl.where(token[None, :] < tl.minimum(visible, end)[:, None], logits, float("-inf"))
+        top, total, acc = _absorb(logits, latent, top, total, acc, begin < end, SUM_PARTS)
     return top, total, acc
 
 
@@ -248,8 +297,13 @@ def forward(
     DEPENDENTS: tl.constexpr,
     STAGES: tl.constexpr,
     MIXED_N: tl.constexpr,
+    SUM_PARTS: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     """Publish one split of one tile of rows.
+
+    ``AFTER``: launched before the kernels ahead of it have ended, so it waits for them first. ``SUM_PARTS``:
+    warpgroups that share a row, or 0 where a row's weights are added up in every block.
 
     ``latent_tiles`` and ``rope_tiles`` are tensor descriptors of the cache, or None where it is read through
     pointers; fp8 and packed caches come as bytes. Page ids outside the cache read as zeros.
@@ -259,24 +313,43 @@ def forward(
     """
     if DEPENDENTS:
         gdc_launch_dependents()
+    if AFTER:
+        gdc_wait()
     program = tl.program_id(0)
     # Tiles innermost: those that read the same cache rows run side by side and share them in the L2.
     split = program // slots
     slot = program % slots
-    request = request_of_slot(slot, cu_seqlens_q, batch, num_heads, BLOCK_H, ONE_QUERY)
+    if ONE_QUERY:
+        # Nearly always the request found below: its length is on the way meanwhile.
+        guess = tl.minimum(slot // ((num_heads + BLOCK_H - 1) // BLOCK_H), batch)
+        length = length_of(guess, cache_seqlens, batch, capacity)
+        request = request_of_slot(slot, cu_seqlens_q, batch, num_heads, BLOCK_H, ONE_QUERY)
+        if request != guess:
+            length = length_of(request, cache_seqlens, batch, capacity)
+    else:
+        request = request_of_slot(slot, cu_seqlens_q, batch, num_heads, BLOCK_H, ONE_QUERY)
+        length = length_of(request, cache_seqlens, batch, capacity)
     first, last = queries_of(request, cu_seqlens_q, batch, total_q)
     tile = slot - first_slot(first, request, num_heads, BLOCK_H, ONE_QUERY)
     count = (last - first) * num_heads
     if (tile < 0) | (tile * BLOCK_H >= count):
         return
-    length = length_of(request, cache_seqlens, batch, capacity)
     row = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     live = row < count
     query = (first + row // num_heads).to(tl.int64)
     head = (row % num_heads).to(tl.int64)
+    columns = tl.arange(0, RANK)
+    rope_columns = tl.arange(0, ROPE)
     visible = visible_to(first + row // num_heads, last, length, query_cache_seqlens, live, EXPLICIT)
     visible = tl.where(live, visible, 0)
-    farthest = tl.max(visible)
+    if not EXPLICIT:
+        # Later queries see more, so the tile's first and last rows bound the others.
+        last_row = tl.minimum(tile * BLOCK_H + BLOCK_H, count) - 1
+        nearest = visible_to(first + tile * BLOCK_H // num_heads, last, length, query_cache_seqlens, True, EXPLICIT)
+        farthest = visible_to(first + last_row // num_heads, last, length, query_cache_seqlens, True, EXPLICIT)
+    else:
+        farthest = tl.max(visible)
+        nearest = tl.min(tl.where(live, visible, farthest))
 
     chunks = (length + CHUNK_TOKENS - 1) // CHUNK_TOKENS
     width = split_width(chunks, active_splits, single_split_chunks)
@@ -295,26 +368,14 @@ def forward(
         values_scale = tl.load(kv_scale)
         scale = scale * values_scale
 
-    columns = tl.arange(0, RANK)
-    rope_columns = tl.arange(0, ROPE)
-    q_rows = q + query * q_stride + head * q_head_stride
-    q_latent = tl.load(
-        q_rows[:, None] + columns[None, :], mask=live[:, None] & (columns < kv_lora_rank)[None, :], other=0
-    )
-    q_rope = q_latent
-    if qk_rope_head_dim > 0:
-        q_rope = tl.load(
-            q_rows[:, None] + kv_lora_rank + rope_columns[None, :],
-            mask=live[:, None] & (rope_columns < qk_rope_head_dim)[None, :],
-            other=0,
-        )
-
     top = tl.full([BLOCK_H], _LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    if SUM_PARTS > 0:  # noqa: SIM108 (a compile-time branch)
+        total = tl.zeros([BLOCK_H, SUM_PARTS, 4], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, RANK], tl.float32)
     pages = page_table + request.to(tl.int64) * table_stride
     # Blocks that every row sees whole need no masks.
-    nearest = tl.min(tl.where(live, visible, farthest))
     whole = begin + tl.maximum(tl.minimum(nearest, end) - begin, 0) // BLOCK_N * BLOCK_N
     offset = tl.arange(0, BLOCK_N)
     ONE_PAGE: tl.constexpr = page_size % BLOCK_N == 0
@@ -324,6 +385,11 @@ def forward(
         page = _page_ids(pages, begin, page_size, begin < whole)
     else:
         page = _page_ids(pages, begin + offset, page_size, begin + offset < whole)
+    # Their read overlaps that of the page's id.
+    q_latent, q_rope = _load_queries(
+        q + query * q_stride + head * q_head_stride,
+        live, columns, rope_columns, kv_lora_rank, qk_rope_head_dim,
+    )  # fmt: skip
     for start in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
         if TILE_LOADS:
             # A page id outside the cache is out of bounds, which the copy engine fills with zeros.
@@ -345,26 +411,36 @@ def forward(
             page = _page_ids(pages, following, page_size, following < whole)
         else:
             page = _page_ids(pages, following + offset, page_size, following + offset < whole)
-        logits = _logits(q_latent, q_rope, latent, rope, scale, qk_rope_head_dim > 0)
-        top, total, acc = _absorb(logits, latent, top, total, acc, begin < end)
+        if TILE_LOADS and BLOCK_H == 64 and qk_rope_head_dim > 0:
+            logits = _logits_of_one_sum(q_latent, q_rope, latent, rope, scale, start < whole)
+        else:
+            logits = _logits(q_latent, q_rope, latent, rope, scale, qk_rope_head_dim > 0)
+        if TILE_LOADS and BLOCK_H == 64:
+            # Always true, as the machine-code compiler sees and removes. The pipeliner starts the next block's
+            # load ahead of a branch, but after a product.
+            if start < whole:
+                top, total, acc = _absorb(logits, latent, top, total, acc, begin < end, SUM_PARTS)
+        else:
+            top, total, acc = _absorb(logits, latent, top, total, acc, begin < end, SUM_PARTS)
 
-    # The rest: at most one block where all rows see the same, or else small blocks that spare registers.
+    # The rest: at most one block of what all rows see, then small blocks that spare registers.
     same_end = end
-    if MIXED:  # noqa: SIM102 (a compile-time branch)
-        if nearest < farthest:
-            same_end = whole
+    if MIXED:
+        same_end = tl.maximum(tl.minimum(nearest, end), whole)
     top, total, acc = _edge_blocks(
         q_latent, q_rope, kv_cache, pages, visible, whole, same_end, scale, top, total, acc,
         num_pages, page_stride, row_stride, kv_lora_rank, qk_rope_head_dim, page_size,
-        BLOCK_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, False,
+        BLOCK_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, False, SUM_PARTS,
     )  # fmt: skip
     if MIXED:
         top, total, acc = _edge_blocks(
             q_latent, q_rope, kv_cache, pages, visible, same_end, end, scale, top, total, acc,
             num_pages, page_stride, row_stride, kv_lora_rank, qk_rope_head_dim, page_size,
-            MIXED_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, True,
+            MIXED_N, RANK, ROPE, DTYPE, FORMAT, NATIVE_FP8, True, SUM_PARTS,
         )  # fmt: skip
 
+    if SUM_PARTS > 0:
+        total = tl.sum(tl.sum(total, 2), 1)
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
     acc = acc / total[:, None]

@@ -19,10 +19,10 @@ from .tiles import CONVERTED_Q, NATIVE_FP8, Device, Tiles, computing_dtype, padd
 _MIXED_BLOCK = 16
 """Cache rows in a block that rows of a tile see differently: it passes through registers."""
 
-_MERGE_ELEMENTS = 4096
-"""Partial values that a merge program reads at once: 32 for each of its threads."""
+_MERGE_ELEMENTS = 8192
+"""Partial values that a merge program reads at once: 64 for each of its threads."""
 
-_MOST_PARTIALS = 32
+_MOST_PARTIALS = 64
 """Partials of one row among them."""
 
 _MERGE_PROGRAMS_PER_MULTIPROCESSOR = 16
@@ -39,7 +39,8 @@ def launch(binding: Binding, tiles: Tiles, device: Device) -> None:
     chained = binding.active_splits > 1
     arguments = forward_arguments(binding, tiles, device.capability, dependents=chained)
     programs = (arguments["slots"] * binding.active_splits,)
-    forward_kernel.forward[programs](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    options = {"launch_pdl": True} if arguments["AFTER"] else {}
+    forward_kernel.forward[programs](**arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options)
     if chained:
         arguments = merge_arguments(binding, device)
         caps = binding.plan.caps
@@ -135,6 +136,8 @@ def forward_arguments(
         "DEPENDENTS": dependents and capability >= (9, 0),
         "STAGES": tiles.num_stages,
         "MIXED_N": min(tiles.block_n, _MIXED_BLOCK),
+        "SUM_PARTS": tiles.num_warps // 4 if tiles.block_h == 64 else 0,
+        "AFTER": capability >= (9, 0),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lookup import CHUNK_TOKENS, length_of, queries_of, request_of_query, split_width, visible_to
 
@@ -65,6 +65,7 @@ def merge(
     chunks = (length + CHUNK_TOKENS - 1) // CHUNK_TOKENS
     width = split_width(chunks, active_splits, single_split_chunks)
     if DEPENDENT:
+        gdc_launch_dependents()
         gdc_wait()
     if chunks <= width:
         return
