@@ -169,10 +169,10 @@ def errors(step: Step, requests: list[int] | None = None) -> tuple[float, float]
 
 
 def force(tile: str | None) -> None:
-    """Make the backend use a tile given as rows or rowsxcluster."""
+    """Make the backend use a tile given as rows or rowsxblocks."""
     if tile is not None:
-        rows, _, cluster = tile.partition("x")
-        hopper.tiling = lambda caps: (int(rows), int(cluster or 1))
+        rows, _, blocks = tile.partition("x")
+        hopper.tiling = lambda caps: (int(rows), int(blocks or 1))
 
 
 def small(backend: str, tile: str | None) -> None:

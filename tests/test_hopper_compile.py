@@ -17,11 +17,15 @@ import torch
 import densemla
 from densemla.backends import hopper
 from densemla.backends.hopper.driver import compile_cubin, find_compiler
-from densemla.backends.hopper.source import SHARED_MEMORY, DecodeVariant, MergeVariant
+from densemla.backends.hopper.source import SHARED_MEMORY, BlockVariant, DecodeVariant, MergeVariant, PairVariant
 
 NVCC = shutil.which("nvcc")
 
 TILINGS = sorted(hopper.TILINGS)
+
+
+def decode_variant(rows: int, blocks: int, *, partial_f32: bool = False) -> DecodeVariant:
+    return (BlockVariant if blocks == 1 else PairVariant)(rows, partial_f32)
 
 
 def ptxas_report(source: str, tmp_path: Path) -> str:
@@ -45,11 +49,12 @@ def assert_clean(report: str) -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize(("rows", "cluster"), TILINGS)
+@pytest.mark.parametrize(("rows", "blocks"), TILINGS)
+@pytest.mark.parametrize("partial_f32", [False, True])
 def test_the_decode_kernel_compiles_without_spills_or_serialised_products(
-    rows: int, cluster: int, tmp_path: Path
+    rows: int, blocks: int, partial_f32: bool, tmp_path: Path
 ) -> None:
-    variant = DecodeVariant(rows, cluster, partial_f32=rows != 16)
+    variant = decode_variant(rows, blocks, partial_f32=partial_f32)
     assert_clean(ptxas_report(variant.source(), tmp_path))
 
 
@@ -62,16 +67,16 @@ def test_the_merge_kernel_compiles_without_spills(unit_warps: int, partial_f32: 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs NVRTC")
 def test_nvrtc_builds_what_nvcc_builds() -> None:
-    cubin = compile_cubin(DecodeVariant(16, 1, partial_f32=False).source(), "decode.cu")
+    cubin = compile_cubin(decode_variant(16, 1).source(), "decode.cu")
     assert cubin[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize(("rows", "cluster"), TILINGS)
-def test_the_ring_holds_two_chunks_in_flight_within_shared_memory(rows: int, cluster: int) -> None:
-    variant = DecodeVariant(rows, cluster, partial_f32=False)
+@pytest.mark.parametrize(("rows", "blocks"), TILINGS)
+def test_the_ring_holds_two_chunks_in_flight_within_shared_memory(rows: int, blocks: int) -> None:
+    variant = decode_variant(rows, blocks)
     assert variant.shared_bytes <= SHARED_MEMORY
     # The values of one chunk wait in the ring while all boxes of the next arrive.
-    assert variant.slots >= 8 + 9
+    assert variant.slots >= (8 + 9 if blocks == 1 else 4 + 4)
 
 
 def caps(**changes: object) -> densemla.Caps:
@@ -143,12 +148,9 @@ def test_the_grid_is_exact_for_whole_tiles() -> None:
 
 
 def test_tilings_fit_the_rows_of_the_known_models() -> None:
-    def rows(heads: int, queries: int = 1) -> int:
-        tile, cluster = hopper.tiling(caps(num_q_heads=heads, max_total_q=queries))
-        return tile * cluster
+    def fit(heads: int, queries: int = 1) -> tuple[int, int]:
+        return hopper.tiling(caps(num_q_heads=heads, max_total_q=queries))
 
-    assert rows(96) == 96
-    assert rows(12, 8) == 96
-    assert rows(12) == 16
-    assert rows(16) == 16
-    assert rows(128) == 128
+    assert fit(12) == fit(16) == (16, 1)
+    assert fit(96) == fit(12, 8) == (48, 1)
+    assert fit(128) == fit(16, 8) == (128, 2)

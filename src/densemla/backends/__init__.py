@@ -54,8 +54,8 @@ _MODULES = {
 }
 """Backend name to the module that holds its ``BACKEND``; in the order in which ``auto`` asks them."""
 
-_ONLY_BY_NAME = ("hopper", "reference")
-"""Never chosen by ``auto``: hopper until tests/gpu has run on it (benchmarks/notes/hopper.md), reference ever."""
+_ONLY_BY_NAME = ("reference",)
+"""Never chosen by ``auto``."""
 
 
 def backend_names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
 from .. import SPLIT_FEATURES, cuda, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
-from .source import DecodeVariant, MergeVariant
+from .source import BlockVariant, DecodeVariant, MergeVariant, PairVariant
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -35,14 +35,17 @@ _MANY_SPLITS = 12
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 _MOST_HEADS = 128
 
-TILINGS = ((16, 1), (48, 1), (64, 1), (48, 2), (64, 2))
-"""Query rows of a block, and blocks that share every load of the cache."""
+TILINGS = ((16, 1), (48, 1), (64, 1), (128, 2))
+"""Query rows of a tile, and the blocks that work on it together."""
 
-_CHUNK_CYCLES = {16: 1900, 48: 3000, 64: 3700}
-"""About what a tile of so many rows takes for a chunk, in multiprocessor cycles; only the ratios matter."""
+_CHUNK_CYCLES = {(16, 1): 1900, (48, 1): 3800, (64, 1): 4900, (128, 2): 4500}
+"""About what a tile takes for a chunk, in cycles of each of its multiprocessors; only the ratios matter."""
 
-_LOAD_CYCLES = 4600
-"""What a chunk takes at one multiprocessor's share of the memory bandwidth."""
+_FIXED_CYCLES = {1: 16000, 2: 19000}
+"""About what a block takes besides its chunks, by the blocks of a tile."""
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200, for the estimate alone."""
 
 
 class _DecodeParams(ctypes.Structure):
@@ -104,13 +107,17 @@ class _MergeParams(ctypes.Structure):
 
 @lru_cache
 def tiling(caps: Caps) -> tuple[int, int]:
-    """The one of :data:`TILINGS` that takes the queries of a usual request in the fewest cycles."""
+    """The one of :data:`TILINGS` that decodes a full batch of the longest requests in the fewest cycles.
+
+    From ``caps`` alone: it decides the order of sums, so lengths and batches must not change it.
+    """
     rows = cuda.rows_per_request(caps)
+    chunks = caps.max_batch * ceil_div(caps.max_cache_tokens, CHUNK_TOKENS)
 
     def cost(choice: tuple[int, int]) -> tuple[int, int]:
-        tile, cluster = choice
-        cycles = max(_CHUNK_CYCLES[tile], _LOAD_CYCLES // cluster)
-        return ceil_div(rows, tile * cluster) * cluster * cycles, tile * cluster
+        tile, blocks = choice
+        each = ceil_div(chunks * ceil_div(rows, tile), _MULTIPROCESSORS // blocks)
+        return _FIXED_CYCLES[blocks] + each * _CHUNK_CYCLES[choice], tile
 
     return min(TILINGS, key=cost)
 
@@ -156,9 +163,9 @@ class HopperBackend:
         return None
 
     def occupancy(self, caps: Caps) -> tuple[int, int]:
-        tile, cluster = tiling(caps)
+        tile, blocks = tiling(caps)
         multiprocessors = torch.cuda.get_device_properties(caps.device).multi_processor_count
-        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tile * cluster), multiprocessors // cluster
+        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tile), multiprocessors // blocks
 
     def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}
@@ -216,7 +223,8 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:
     plan, device = binding.plan, binding.q.device.index
     partial_f32 = plan.partial_dtype is torch.float32
-    decode = _decode_kernel(DecodeVariant(*tiling(plan.caps), partial_f32), device)
+    tile, blocks = tiling(plan.caps)
+    decode = _decode_kernel((BlockVariant if blocks == 1 else PairVariant)(tile, partial_f32), device)
     if plan.num_splits == 1:
         return decode, None
     return decode, _merge_kernel(MergeVariant(_merge_warps(plan.num_splits), partial_f32), device)
@@ -260,9 +268,10 @@ def _launch(binding: Binding) -> None:
         plan.single_split_chunks,
         binding.sm_scale * _LOG2E,
     )
-    tile, cluster = tiling(caps)
-    tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile * cluster), 1)
-    decode.launch(tiles * cluster * binding.active_splits, stream, (_cache_map(binding), params))
+    tile, blocks = tiling(caps)
+    tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile), 1)
+    maps = (_cache_map(binding, 64),) if blocks == 1 else (_cache_map(binding, 64), _cache_map(binding, 32))
+    decode.launch(tiles * blocks * binding.active_splits, stream, (*maps, params))
     if merge is None or binding.active_splits == 1:
         return
     merge_params = _MergeParams(
@@ -286,12 +295,13 @@ def _launch(binding: Binding) -> None:
     merge.launch(ceil_div(warps, _MERGE_THREADS // 32), stream, (merge_params,), early=True)
 
 
-def _cache_map(binding: Binding) -> ctypes.Array[ctypes.c_char]:
+def _cache_map(binding: Binding, columns: int) -> ctypes.Array[ctypes.c_char]:
+    """A descriptor of boxes of up to 64 rows and 32 or 64 columns."""
     cache = binding.kv_cache
     pages, page_size, width = cache.shape
     if pages == 0:
         # A descriptor needs an address, even if no page id can be valid.
-        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (2 * width, 2 * width), (64, 1, 1))
+        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (2 * width, 2 * width), (columns, 1, 1))
     # A dimension of one element may have any stride, which the descriptor would still check.
     row_stride = 2 * (cache.stride(1) if page_size > 1 else width)
     page_stride = 2 * (cache.stride(0) if pages > 1 else page_size * width)
@@ -299,7 +309,7 @@ def _cache_map(binding: Binding) -> ctypes.Array[ctypes.c_char]:
         cache.data_ptr(),
         (width, page_size, pages),
         (row_stride, page_stride),
-        (64, min(page_size, CHUNK_TOKENS), 1),
+        (columns, min(page_size, CHUNK_TOKENS), 1),
     )
 
 

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from typing import Protocol
 
 from ...splits import ceil_div
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that one block may use on compute capability 9.0."""
 
-_SLOT_BYTES = 64 * 128
+_BOX_BYTES = 64 * 128
+_ROPE_BOX_BYTES = 64 * 64
 _MOST_SLOTS = 24
+_MOST_ROPE_SLOTS = 4
 _MOST_EARLY = 4
 _REGISTERS = 512  # per lane and subpartition, over all warps
-_FEED_REGISTERS = 32
+_FEED_REGISTERS = 24
+
+
+class DecodeVariant(Protocol):
+    """What a decode kernel is compiled for."""
+
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    def source(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeVariant:
-    """What the decode kernel is compiled for."""
+class BlockVariant:
+    """One block per tile: decode.cu."""
 
     tile_rows: int
-    """Query rows of a block: a multiple of 8, 16 to 64."""
-    cluster: int
-    """Blocks that share every load of the cache: 1 or 2."""
+    """Query rows of a tile: a multiple of 8, 16 to 64."""
     partial_f32: bool
 
     @property
@@ -38,11 +50,11 @@ class DecodeVariant:
 
     @property
     def slots(self) -> int:
-        return min((SHARED_MEMORY - self._misc_bytes - self._tile_bytes) // _SLOT_BYTES, _MOST_SLOTS)
+        return min((SHARED_MEMORY - self._misc_bytes - self._tile_bytes) // _BOX_BYTES, _MOST_SLOTS)
 
     @property
     def shared_bytes(self) -> int:
-        return self._tile_bytes + self.slots * _SLOT_BYTES + self._misc_bytes
+        return self._tile_bytes + self.slots * _BOX_BYTES + self._misc_bytes
 
     @property
     def _tile_bytes(self) -> int:
@@ -52,7 +64,7 @@ class DecodeVariant:
     @property
     def _misc_bytes(self) -> int:
         """``struct Shared`` of decode.cu, which asserts that it fits."""
-        return 512 + self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
+        return 544 + self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
 
     @property
     def accumulate_registers(self) -> int:
@@ -60,26 +72,93 @@ class DecodeVariant:
         return max(2 * self.tile_rows + 40, 128)
 
     def source(self) -> str:
-        accumulate = self.accumulate_registers
-        score = _REGISTERS - _FEED_REGISTERS - 2 * accumulate
-        reallocate = accumulate > 128
-        return "\n".join(
-            (
-                f"#define TILE_N {self.tile_rows}",
-                f"#define SLOTS {self.slots}",
-                f"#define CLUSTER {self.cluster}",
-                f"#define MOST_EARLY {_MOST_EARLY}",
-                f"#define P_BUFFERS {self.p_buffers}",
-                f"#define MISC_BYTES {self._misc_bytes}",
-                f"#define PARTIAL_F32 {int(self.partial_f32)}",
-                _registers("grow_registers", "inc", accumulate if reallocate else None),
-                _registers("score_registers", "inc" if score > 128 else "dec", score if reallocate else None),
-                _registers("shrink_registers", "dec", _FEED_REGISTERS if reallocate else None),
-                _mma("mma_scores", self.tile_rows, transposed=False),
-                _mma("mma_values", self.tile_rows, transposed=True),
-                _file("decode.cu"),
-            )
+        sizes = {
+            "TILE_N": self.tile_rows,
+            "ROWS": self.tile_rows,
+            "BLOCKS": 1,
+            "SLOTS": self.slots,
+            "MOST_EARLY": _MOST_EARLY,
+            "P_BUFFERS": self.p_buffers,
+            "MISC_BYTES": self._misc_bytes,
+            "PARTIAL_F32": int(self.partial_f32),
+        }
+        products = (_mma("mma_scores", self.tile_rows), _mma("mma_values", self.tile_rows, transposed=True))
+        return _decode_source("decode.cu", sizes, self.accumulate_registers, *products)
+
+
+@dataclass(frozen=True, slots=True)
+class PairVariant:
+    """Two blocks per tile, each with half of the columns: decode_pair.cu."""
+
+    tile_rows: int
+    """Query rows of a tile: a multiple of 16, 32 to 128."""
+    partial_f32: bool
+
+    @property
+    def threads(self) -> int:
+        return 512
+
+    @property
+    def rope_slots(self) -> int:
+        return _MOST_ROPE_SLOTS if self.tile_rows < 112 else 2
+
+    @property
+    def slots(self) -> int:
+        free = SHARED_MEMORY - self._misc_bytes - self._tile_bytes - self.rope_slots * _ROPE_BOX_BYTES
+        return min(free // _BOX_BYTES, _MOST_SLOTS)
+
+    @property
+    def shared_bytes(self) -> int:
+        rings = self.slots * _BOX_BYTES + self.rope_slots * _ROPE_BOX_BYTES
+        return self._tile_bytes + rings + self._misc_bytes
+
+    @property
+    def _tile_bytes(self) -> int:
+        """Half of the query tile, two buffers of weights, two of the other block's scores of half of the rows."""
+        return self.tile_rows * (288 * 2 + 2 * 128 + 64 * 4)
+
+    @property
+    def _misc_bytes(self) -> int:
+        """``struct Shared`` of decode_pair.cu, which asserts that it fits."""
+        return 832 + self.tile_rows * 32 + ceil_div(self.tile_rows // 2, 32) * 1024
+
+    @property
+    def accumulate_registers(self) -> int:
+        """Of a thread that holds 2 x 64 x tile_rows / 128 accumulators."""
+        return max(self.tile_rows + 40, 128)
+
+    def source(self) -> str:
+        sizes = {
+            "TILE_N": self.tile_rows,
+            "ROWS": self.tile_rows // 2,
+            "BLOCKS": 2,
+            "SLOTS": self.slots,
+            "ROPE_SLOTS": self.rope_slots,
+            "MISC_BYTES": self._misc_bytes,
+            "PARTIAL_F32": int(self.partial_f32),
+        }
+        products = (_mma("mma_scores", self.tile_rows // 2), _mma("mma_values", self.tile_rows, transposed=True))
+        return _decode_source("decode_pair.cu", sizes, self.accumulate_registers, *products)
+
+
+def _decode_source(name: str, sizes: Mapping[str, int], largest: int, *products: str) -> str:
+    """``largest``: registers of a thread of the two warpgroups that hold accumulators."""
+    reallocate = largest > 128
+    third = min(_REGISTERS - _FEED_REGISTERS - 2 * largest, 240) // 8 * 8
+    scope = "cluster" if sizes["BLOCKS"] > 1 else "cta"
+    return "\n".join(
+        (
+            *(f"#define {key} {value}" for key, value in sizes.items()),
+            f'#define BARRIER_SCOPE "{scope}"',
+            _file("primitives.cu"),
+            _registers("grow_registers", "inc", largest if reallocate else None),
+            _registers("score_registers", "inc" if third > 128 else "dec", third if reallocate else None),
+            _registers("shrink_registers", "dec", _FEED_REGISTERS if reallocate else None),
+            *products,
+            _file("tile.cu"),
+            _file(name),
         )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +189,7 @@ def _registers(name: str, direction: str, count: int | None) -> str:
     return f"__device__ __forceinline__ void {name}() {{ {body} }}"
 
 
-def _mma(name: str, columns: int, *, transposed: bool) -> str:
+def _mma(name: str, columns: int, *, transposed: bool = False) -> str:
     """A wrapper of one wgmma, [64, 16] x [16, columns]; a transposed A has its 64 rows contiguous."""
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))

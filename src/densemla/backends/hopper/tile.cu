@@ -1,0 +1,461 @@
+// What the kernels share: finding the work of a block, the softmax of a chunk, and writing results.
+//
+// The kernel's file is preceded by TILE_N, query rows of a tile, ROWS, those whose softmax this block does,
+// and BLOCKS, the blocks that work on a tile together.
+
+constexpr int CHUNK = 64;
+constexpr int RANK = 512;
+constexpr int BOX_BYTES = CHUNK * 128;
+constexpr int P_BYTES = TILE_N * 128;
+constexpr int GROUPS = (ROWS + 31) / 32;  // one row per lane
+constexpr int STAGE_PITCH = 68;                     // floats; a multiple of 4 that spreads rows over the banks
+constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
+constexpr float LN2 = 0.693147180559945309f;
+// Weights are relative to a base that follows the maximum only when it is left this far behind (log2): up to
+// 2^8 they are as exact as up to 1, and the accumulators need no scaling meanwhile.
+constexpr float SLACK = 8.0f;
+
+struct Params {
+    const char* q;
+    char* output;
+    float* lse;
+    char* partial_output;
+    float* partial_lse;
+    const int* page_table;
+    const int* cache_seqlens;
+    const int* cu_seqlens_q;
+    const int* query_cache_seqlens;  // null: causal
+    i64 q_stride_query, q_stride_head;  // elements, as all strides
+    i64 output_stride_query, output_stride_head;
+    i64 lse_stride_query, lse_stride_head;
+    i64 table_stride;
+    int table_width, page_size, num_pages;
+    int batch, total_q, max_total_q, heads;
+    int splits, single_split_chunks;
+    float score_scale;  // sm_scale * log2(e)
+};
+
+struct Tile {
+    int request;  // negative: no tile for this block
+    int begin, end, single, length, min_visible, max_visible;
+    int visible[TILE_N];
+    int2 row[TILE_N];  // query index and head of a tile row; query < 0: no row
+};
+
+// What the accumulators of this block's rows are multiplied by before a chunk is added.
+struct alignas(16) Factors {
+    float scale[ROWS];
+    int changed;
+};
+
+struct Reduction {
+    float peer[4][GROUPS * 32];      // what each softmax warp found
+    alignas(16) float top[4][ROWS];  // the bases, a copy for each of them
+};
+
+template <int SIZE>
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+    __device__ void advance(int by) {
+        slot += by;
+        if (slot >= SIZE) {
+            slot -= SIZE;
+            phase ^= 1;
+        }
+    }
+    __device__ Ring at(int by) const {
+        Ring r = *this;
+        r.advance(by);
+        return r;
+    }
+};
+
+// Elements that are NaN or infinite become 0.
+__device__ __forceinline__ u32 finite_pair(u32 pair) {
+    constexpr u32 EXPONENT = 0x7F80u;
+    if ((pair & EXPONENT) == EXPONENT) pair &= 0xFFFF0000u;
+    if ((pair & (EXPONENT << 16)) == (EXPONENT << 16)) pair &= 0x0000FFFFu;
+    return pair;
+}
+
+// Writes an accumulator [64, N] transposed: row n of the buffer holds its 64 values, swizzled.
+template <int HALF_N>
+__device__ __forceinline__ void store_transposed(u32 buffer, const float (&acc)[HALF_N], int warp, int lane) {
+    constexpr int EIGHTS = HALF_N / 4;
+    const int matrix = lane >> 3, line = lane & 7;
+    const u32 place = buffer + (8 * (matrix >> 1) + line) * 128 + (((2 * warp + (matrix & 1)) ^ line) << 4);
+#pragma unroll
+    for (int j = 0; j + 1 < EIGHTS; j += 2)
+        store_matrices(place + j * 1024, pack(acc[4 * j], acc[4 * j + 1]), pack(acc[4 * j + 2], acc[4 * j + 3]),
+                       pack(acc[4 * j + 4], acc[4 * j + 5]), pack(acc[4 * j + 6], acc[4 * j + 7]));
+    if constexpr (EIGHTS % 2)
+        store_matrices(place + (EIGHTS - 1) * 1024, pack(acc[4 * EIGHTS - 4], acc[4 * EIGHTS - 3]),
+                       pack(acc[4 * EIGHTS - 2], acc[4 * EIGHTS - 1]));
+}
+
+struct Max {
+    __device__ static float of(float a, float b) { return fmaxf(a, b); }
+    __device__ static float none() { return NONE; }
+};
+struct Sum {
+    __device__ static float of(float a, float b) { return a + b; }
+    __device__ static float none() { return 0.0f; }
+};
+
+// Reduces 32 columns over the lanes that share them; v holds columns 8 j + 2 (lane & 3) + e at 2 j + e.
+// Halving exchange: each lane ends with the one column lane_column(lane).
+template <class Op>
+__device__ __forceinline__ float reduce_group(const float (&columns)[ROWS / 4], int group, int lane) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int at = 8 * group + i;
+        v[i] = at < ROWS / 4 ? columns[at < ROWS / 4 ? at : 0] : Op::none();
+    }
+#pragma unroll
+    for (int width = 4; width > 0; width >>= 1) {
+        const bool upper = lane & (4 * width);
+#pragma unroll
+        for (int i = 0; i < width; ++i) {
+            const float keep = upper ? v[i + width] : v[i], give = upper ? v[i] : v[i + width];
+            v[i] = Op::of(keep, __shfl_xor_sync(~0u, give, 4 * width));
+        }
+    }
+    return v[0];
+}
+
+__device__ __forceinline__ int lane_column(int lane) {
+    return 8 * ((lane >> 3) & 3) + 2 * (lane & 3) + ((lane >> 2) & 1);
+}
+
+__device__ __forceinline__ float* partial_lse_at(const Params& p, int split, int2 row) {
+    return p.partial_lse + ((i64)split * p.max_total_q + row.x) * p.heads + row.y;
+}
+
+__device__ __forceinline__ int chunks_of(int tokens) { return tokens / CHUNK + (tokens % CHUNK != 0); }
+
+// Finds the request and tile of this block, the chunks of its split and what each row sees. One warp.
+__device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
+    const u32 wanted = blockIdx.x / BLOCKS / p.splits;
+    const int split = blockIdx.x / BLOCKS % p.splits;
+    u32 seen = 0;
+    int request = -1, first = 0, queries = 0, length = 0;
+    u32 tile = 0;
+    for (int base = 0; base < p.batch; base += 32) {
+        const int i = base + lane;
+        const bool real = i < p.batch;
+        const int start = real ? p.cu_seqlens_q[i] : 0;
+        const int count = real ? max(p.cu_seqlens_q[i + 1] - start, 0) : 0;
+        const int cached = real ? p.cache_seqlens[i] : 0;
+        const u32 tiles = ((u32)count * p.heads + TILE_N - 1) / TILE_N;
+        u32 upto = tiles;
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) {
+            const u32 below = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += below;
+        }
+        const u32 found = __ballot_sync(~0u, wanted < seen + upto);
+        if (found) {
+            const int at = __ffs(found) - 1;
+            request = base + at;
+            tile = wanted - seen - __shfl_sync(~0u, upto - tiles, at);
+            first = __shfl_sync(~0u, start, at);
+            queries = __shfl_sync(~0u, count, at);
+            length = __shfl_sync(~0u, cached, at);
+            break;
+        }
+        seen += __shfl_sync(~0u, upto, 31);
+    }
+    // A length that the table can't hold would index past it.
+    length = (int)min((i64)max(length, 0), (i64)p.table_width * p.page_size);
+    queries = min(queries, max(p.total_q - first, 0));
+    const int chunks = chunks_of(length);
+    const int per = chunks <= p.single_split_chunks ? chunks : (chunks + p.splits - 1) / p.splits;
+    int lowest = 0x7FFFFFFF, highest = 0;
+    for (int n = lane; n < TILE_N; n += 32) {
+        // A block's own rows come first.
+        const u32 r = tile * TILE_N + (n + blockIdx.x % BLOCKS * ROWS) % TILE_N;
+        int visible = 0;
+        int2 row = make_int2(-1, 0);
+        const int t = r / p.heads;
+        if (t < queries && first + t >= 0) {
+            row = make_int2(first + t, r % p.heads);
+            visible = p.query_cache_seqlens ? p.query_cache_seqlens[row.x] : length - queries + 1 + t;
+            visible = min(max(visible, 0), length);
+            lowest = min(lowest, visible);
+            highest = max(highest, visible);
+        }
+        s.row[n] = row;
+        s.visible[n] = visible;
+    }
+    lowest = __reduce_min_sync(~0u, lowest);
+    highest = __reduce_max_sync(~0u, highest);
+    if (lane == 0) {
+        s.request = request;
+        s.begin = (int)min((i64)split * per, (i64)chunks);
+        s.end = min(min(s.begin + per, chunks), chunks_of(highest));
+        s.length = length;
+        s.single = per >= chunks;
+        s.min_visible = lowest;
+        s.max_visible = highest;
+    }
+}
+
+// Rows of no request, shared out over the grid. One warp.
+__device__ __forceinline__ void clear_unclaimed(const Params& p, int lane) {
+    const int claimed = max(p.cu_seqlens_q[p.batch], 0);
+    const i64 rows = (i64)(p.total_q - claimed) * p.heads;
+    for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
+        const int2 row = make_int2(claimed + (int)(r / p.heads), (int)(r % p.heads));
+        char* out = p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head);
+        for (int c = lane; c < RANK / 8; c += 32) ((uint4*)out)[c] = make_uint4(0, 0, 0, 0);
+        for (int k = lane; k < p.splits; k += 32) *partial_lse_at(p, k, row) = NONE;
+        if (lane == 0) p.lse[row.x * p.lse_stride_query + row.y * p.lse_stride_head] = NONE;
+    }
+}
+
+// This split sees nothing of this tile.
+__device__ void publish_nothing(const Params& p, const Tile& s, int split) {
+    const int warps = blockDim.x >> 5;
+    for (int n = (threadIdx.x >> 5) + blockIdx.x % BLOCKS * warps; n < TILE_N; n += BLOCKS * warps) {
+        const int2 row = s.row[n];
+        if (row.x < 0) continue;
+        const int lane = threadIdx.x & 31;
+        if (lane == 0) *partial_lse_at(p, split, row) = NONE;
+        if (s.single && split == 0) {
+            char* out = p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head);
+            for (int c = lane; c < RANK / 8; c += 32) ((uint4*)out)[c] = make_uint4(0, 0, 0, 0);
+            if (lane == 0) p.lse[row.x * p.lse_stride_query + row.y * p.lse_stride_head] = NONE;
+        }
+    }
+}
+
+[[maybe_unused]] constexpr u32 PUBLISHED_BYTES = ROWS * 4 + 4;
+
+// Softmax of a warpgroup over ROWS rows, a chunk at a time; SYNC is a barrier of its own.
+template <int SYNC>
+struct Softmax {
+    float base[ROWS / 4], total[ROWS / 4];  // of this thread's rows
+    float factor[GROUPS];                   // of one row per lane
+    bool changed;
+
+    __device__ __forceinline__ void begin(Reduction& s, int warp, int lane) {
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; ++i) base[i] = LOWEST, total[i] = 0.0f;
+        for (int n = lane; n < ROWS; n += 32) s.top[warp][n] = LOWEST;
+        __syncwarp();
+    }
+
+    // Moves the bases of rows that this chunk's scores leave behind.
+    __device__ __forceinline__ void rebase(Reduction& s, const float (&acc)[ROWS / 2], float score_scale, int warp,
+                                           int lane) {
+        float most[ROWS / 4], lead = NONE;
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; ++i) {
+            most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
+            lead = fmaxf(lead, fmaf(most[i], score_scale, -base[i]));
+        }
+        changed = group_any<SYNC, 128>(lead > SLACK);
+        if (!changed) {
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) factor[g] = 1.0f;
+            return;
+        }
+        const int own = lane_column(lane);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + own] = reduce_group<Max>(most, g, lane);
+        group_sync<SYNC, 128>();
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const int n = 32 * g + own;
+            const float(&peer)[4][GROUPS * 32] = s.peer;
+            const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * score_scale;
+            if (n >= ROWS) continue;
+            const float before = s.top[warp][n], top = found > before + SLACK ? found : before;
+            factor[g] = exp2_fast(before - top);
+            s.top[warp][n] = top;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; ++j) {
+            const float2 top = *(const float2*)&s.top[warp][8 * j + 2 * (lane & 3)];
+            total[2 * j] *= exp2_fast(base[2 * j] - top.x);
+            total[2 * j + 1] *= exp2_fast(base[2 * j + 1] - top.y);
+            base[2 * j] = top.x, base[2 * j + 1] = top.y;
+        }
+    }
+
+    // Scores [64, ROWS] become weights.
+    __device__ __forceinline__ void weigh(float (&acc)[ROWS / 2], float score_scale) {
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; ++i) {
+            float &first = acc[4 * (i >> 1) + (i & 1)], &second = acc[4 * (i >> 1) + 2 + (i & 1)];
+            first = exp2_fast(fmaf(first, score_scale, -base[i]));
+            second = exp2_fast(fmaf(second, score_scale, -base[i]));
+            total[i] += first + second;
+        }
+    }
+
+    // One warp.
+    __device__ __forceinline__ void publish(Factors& f, int lane) const {
+        const int own = lane_column(lane);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g)
+            if (32 * g + own < ROWS) f.scale[32 * g + own] = factor[g];
+        if (lane == 0) f.changed = changed;
+    }
+
+    // The same to another block, counted by its barrier.
+    __device__ __forceinline__ void publish_there(u32 factors, u32 barrier, int lane) const {
+        const int own = lane_column(lane);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g)
+            if (32 * g + own < ROWS) remote_store(factors + (32 * g + own) * 4, factor[g], barrier);
+        if (lane == 0) remote_store(factors + ROWS * 4, __int_as_float(changed), barrier);
+    }
+
+    // Every warp's sums into shared memory.
+    __device__ __forceinline__ void gather(Reduction& s, int warp, int lane) const {
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + lane_column(lane)] = reduce_group<Sum>(total, g, lane);
+    }
+};
+
+// From the sums of the softmax warps: 1 / sum of the weights, and the LSEs of this split. One warp.
+__device__ __forceinline__ void finish_rows(const Params& p, const Tile& t, const Reduction& s, float* inverse, int split,
+                                            int lane) {
+    for (int n = lane; n < ROWS; n += 32) {
+        const float sum = (s.peer[0][n] + s.peer[1][n]) + (s.peer[2][n] + s.peer[3][n]);
+        inverse[n] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int2 row = t.row[n];
+        if (row.x < 0) continue;
+        const float lse = sum == 0.0f ? NONE : (s.top[0][n] + log2f(sum)) * LN2;
+        *partial_lse_at(p, split, row) = lse;
+        if (t.single) p.lse[row.x * p.lse_stride_query + row.y * p.lse_stride_head] = lse;
+    }
+}
+
+// Scores of a chunk that reaches past what some row sees.
+__device__ __forceinline__ void hide_unseen(const Tile& t, float (&acc)[ROWS / 2], int chunk, int warp, int lane) {
+    const int token = chunk * CHUNK + 16 * warp + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i) {
+        const int visible = t.visible[8 * (i >> 2) + 2 * (lane & 3) + (i & 1)];
+        if (token + 4 * (i & 2) >= visible) acc[i] = NONE;
+    }
+}
+
+// Values of rows that some query must not see: those that no query sees become 0, and of the others what
+// is NaN or infinite (0 * NaN would reach the queries that do not see them; those that do have it in their
+// scores).
+__device__ __forceinline__ void clean_box(const Tile& t, int chunk, u32 box, int thread) {
+    const int first = max(t.min_visible - chunk * CHUNK, 0), unseen = t.max_visible - chunk * CHUNK;
+    for (int u = thread; u < (CHUNK - first) * 8; u += 128) {
+        const u32 address = box + first * 128 + u * 16;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (first + (u >> 3) < unseen) {
+            v = load_16(address);
+            v.x = finite_pair(v.x), v.y = finite_pair(v.y), v.z = finite_pair(v.z), v.w = finite_pair(v.w);
+        }
+        store_16(address, v);
+    }
+}
+
+// Factors of 8 neighbouring rows, of which a thread holds two columns of the accumulator.
+template <int COUNT>
+__device__ __forceinline__ void scale_rows(float (&acc)[COUNT][TILE_N / 2], int block, float2 by) {
+#pragma unroll
+    for (int t = 0; t < COUNT; ++t) {
+        acc[t][4 * block] *= by.x;
+        acc[t][4 * block + 1] *= by.y;
+        acc[t][4 * block + 2] *= by.x;
+        acc[t][4 * block + 3] *= by.y;
+    }
+}
+
+// Writes COUNT boxes of 64 output columns, the first at `column` and the others `step` further each. `stage` is
+// shared memory of the warpgroup, which is number `group` among those that write.
+template <int COUNT>
+__device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[COUNT][TILE_N / 2],
+                                             u32 stage, int column, int step, int split, int group) {
+    const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+    const i64 partial_row = (i64)split * p.max_total_q;
+#if PARTIAL_F32
+    if (!s.single) {
+#pragma unroll
+        for (int t = 0; t < COUNT; ++t) {
+            if (t) writers_sync(group);
+#pragma unroll
+            for (int i = 0; i < TILE_N / 2; ++i) {
+                const int n = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+                const int at = 16 * warp + (lane >> 2) + 4 * (i & 2);
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(stage + (n * STAGE_PITCH + at) * 4), "f"(acc[t][i])
+                             : "memory");
+            }
+            writers_sync(group);
+#pragma unroll 4
+            for (int u = thread; u < TILE_N * 16; u += 128) {
+                const int2 row = s.row[u >> 4];
+                if (row.x < 0) continue;
+                float* to = (float*)p.partial_output + ((partial_row + row.x) * p.heads + row.y) * RANK;
+                *(float4*)(to + column + t * step + 4 * (u & 15)) =
+                    load_floats(stage + ((u >> 4) * STAGE_PITCH + 4 * (u & 15)) * 4);
+            }
+        }
+        return;
+    }
+#endif
+#pragma unroll
+    for (int t = 0; t < COUNT; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
+    writers_sync(group);
+#pragma unroll 4
+    for (int u = thread; u < TILE_N * COUNT * 8; u += 128) {
+        const int n = u / (COUNT * 8), t = (u >> 3) % COUNT, unit = u & 7;
+        const int2 row = s.row[n];
+        if (row.x < 0) continue;
+        char* to = s.single ? p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head)
+                            : p.partial_output + 2 * ((partial_row + row.x) * p.heads + row.y) * RANK;
+        *(uint4*)(to + 2 * (column + t * step + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
+    }
+}
+
+// Page ids of the chunks to come, a warp's worth at a time.
+struct Pages {
+    const int* table;
+    int per_chunk, rows, batched, last;  // rows: of a page in a chunk
+    int ids, base, upto;
+
+    __device__ Pages(const Params& p, const Tile& s) {
+        table = p.page_table + s.request * p.table_stride;
+        per_chunk = max(CHUNK / p.page_size, 1);
+        rows = min(p.page_size, CHUNK);
+        batched = 32 / per_chunk;
+        last = (s.length - 1) / p.page_size;
+        upto = s.begin;
+    }
+
+    // Number of the first page of a chunk among the ids held; every lane of the warp takes part.
+    __device__ __forceinline__ int find(const Params& p, int chunk, int lane) {
+        const int first = (int)((i64)chunk * CHUNK / p.page_size);
+        if (chunk >= upto) {
+            base = first;
+            upto = chunk + batched;
+            // Outside the cache: TMA fills with 0 and reads nothing.
+            ids = base + lane <= last ? table[base + lane] : p.num_pages;
+            if (ids < 0) ids = p.num_pages;
+        }
+        return first - base;
+    }
+
+    // One box of `row_bytes` wide rows; lane 0 issues it.
+    __device__ __forceinline__ void load(const Params& p, const TensorMap* map, int chunk, int at, u32 to, int row_bytes,
+                                         int column, u32 full, int lane) const {
+        const int row = (int)((i64)chunk * CHUNK % p.page_size);
+        if (lane == 0) barrier_expect(full, CHUNK * row_bytes);
+        for (int k = 0; k < per_chunk; ++k) {
+            const int page = __shfl_sync(~0u, ids, at + k);
+            if (lane == 0) load_box(to + k * rows * row_bytes, map, column, row, page, full);
+        }
+    }
+};
