@@ -214,6 +214,8 @@ def test_scales_must_be_positive_and_finite(scale: float, as_tensor: bool) -> No
             step.bind(plan, **{name: value})
         with pytest.raises(ContractError, match=name):
             step.bind(plan, **{name: torch.tensor([1.0, 2.0])})
+        with pytest.raises(ContractError, match=name):
+            step.bind(plan, **{name: torch.ones(1).to_sparse()})
 
 
 def test_a_scale_tensor_is_read_at_every_run() -> None:

@@ -93,7 +93,7 @@ def test_minus_one_skips_and_a_strided_layer_is_written_in_place() -> None:
     assert int((~big.isnan()).sum()) == 2 * 576
 
 
-@pytest.mark.parametrize("scale", [0.0, -2.0, math.nan, math.inf, "1"])
+@pytest.mark.parametrize("scale", [0.0, -2.0, math.nan, math.inf, "1", torch.ones(1).to_sparse()])
 def test_bad_scales_are_refused(scale: object) -> None:
     cache = densemla.kv_cache.empty(1, 4, FP8)
     cache.view(torch.uint8).fill_(7)
@@ -122,6 +122,7 @@ def test_bad_scales_are_refused(scale: object) -> None:
         ("kv_cache", {"kv_cache": torch.zeros(1, 1, 576).expand(1, 4, 576)}),
         ("latent", {"latent": torch.zeros(2, 512).to_sparse()}),
         ("slot_mapping", {"slot_mapping": torch.tensor([0])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([0, 1]).to_sparse()}),
         ("slot_mapping", {"slot_mapping": torch.tensor([0.0, 1.0])}),
         ("slot_mapping", {"slot_mapping": torch.tensor([0, 4])}),
         ("slot_mapping", {"slot_mapping": torch.tensor([-2, 0])}),

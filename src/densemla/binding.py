@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_dense, check_leading, check_scale, check_tensor, is_int, same_device
+from .checks import check_dense, check_leading, check_scale, check_tensor, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
 from .planning import Plan
@@ -289,10 +289,9 @@ def _scale(
         return None
     device = plan.caps.device
     if isinstance(value, torch.Tensor):
-        if value.dtype is not torch.float32 or value.numel() != 1 or not same_device(value.device, device):
-            raise ContractError(
-                name, f"one float32 on {device}", f"{value.dtype} {list(value.shape)} on {value.device}"
-            )
+        if value.numel() != 1:
+            raise ContractError(name, f"one float32 on {device}", list(value.shape))
+        check_tensor(name, value, torch.float32, tuple(value.shape), device, unit_stride=False)
         if device.type == "cpu":
             check_scale(name, float(value))
         return value.reshape(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import check_int, check_scale
+from .checks import check_dense, check_int, check_scale
 from .errors import ContractError
 from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_fields
 
@@ -87,7 +87,9 @@ def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slo
             raise ContractError(name, "a float tensor [tokens, width]", _describe(tensor))
     if rope.shape[0] != latent.shape[0]:
         raise ContractError("rope", f"{latent.shape[0]} tokens, as latent has", rope.shape[0])
-    if not isinstance(kv_cache, torch.Tensor) or kv_cache.dim() != 3:
+    check_dense("kv_cache", kv_cache)
+    check_dense("slot_mapping", slots)
+    if kv_cache.dim() != 3:
         raise ContractError("kv_cache", "a tensor [num_pages, page_size, row width]", _describe(kv_cache))
     try:
         fmt = kv_format(kv_cache.dtype, latent.shape[1], rope.shape[1])
@@ -97,11 +99,7 @@ def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slo
         raise ContractError("kv_cache", "rows that do not share memory", _describe(kv_cache))
     if kv_cache.shape[2] != fmt.row_width or (fmt.row_width > 1 and kv_cache.stride(2) != 1):
         raise ContractError("kv_cache", f"rows of {fmt.row_width} with stride 1", _describe(kv_cache))
-    if (
-        not isinstance(slots, torch.Tensor)
-        or slots.dtype not in (torch.int32, torch.int64)
-        or tuple(slots.shape) != (latent.shape[0],)
-    ):
+    if slots.dtype not in (torch.int32, torch.int64) or tuple(slots.shape) != (latent.shape[0],):
         raise ContractError("slot_mapping", f"int64 or int32 [{latent.shape[0]}]", _describe(slots))
     for name, tensor in (("rope", rope), ("kv_cache", kv_cache), ("slot_mapping", slots)):
         if tensor.device != latent.device:
@@ -123,6 +121,7 @@ def _describe(value: object) -> str:
 
 def _scale_of(kv_scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float:
     if isinstance(kv_scale, torch.Tensor):
+        check_dense("kv_scale", kv_scale)
         if kv_scale.dtype is not torch.float32 or kv_scale.numel() != 1 or kv_scale.device != device:
             raise ContractError("kv_scale", f"one float32 on {device}", f"{_describe(kv_scale)} on {kv_scale.device}")
         if kv_scale.device.type == "cpu":

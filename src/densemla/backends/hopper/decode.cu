@@ -2,7 +2,7 @@
 //
 // Operands are swapped: scores are S^T = K Q^T with M = 64 cache rows and N = query rows, the output is
 // O^T = V^T P^T with M = 64 latent columns, so a tile holds any multiple of 8 query rows without padding
-// to 64. source.py prefixes TILE_N, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, MISC_BYTES, the register
+// to 64. source.py prefixes TILE_N, ROWS, BLOCKS, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, MISC_BYTES, the register
 // budgets and the two wgmma wrappers of that width, then primitives.cu and tile.cu.
 //
 // Four warpgroups: 0 and 1 accumulate 256 latent columns each, 2 does scores and softmax, 3 feeds the ring.
@@ -102,6 +102,7 @@ __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 wei
         at.advance(SUBTILES);
         buffer.advance(1);
     }
+    group_sync<2, 128>();  // every warp has read the last maxima, which the sums replace
     softmax.gather(s.reduction, warp, lane);
     group_sync<2, 128>();
     if (warp == 0) finish_rows(p, s.tile, s.reduction, s.inverse, split, lane);

@@ -6,7 +6,7 @@
 // one its share of the scores of half of the rows, does the softmax of its own half, and sends those weights.
 // Rows are in the order of the block: its own first.
 //
-// Operands are swapped as in decode.cu, so is what source.py prefixes, but mma_scores is ROWS wide.
+// Operands are swapped as in decode.cu; source.py prefixes about the same, with ROPE_SLOTS, and mma_scores is ROWS wide.
 // Four warpgroups: 0 and 1 accumulate 128 latent columns each, 2 does scores and softmax, 3 feeds the rings.
 
 constexpr int BOXES = 4;  // 64-column boxes of a block's half
@@ -195,7 +195,7 @@ __device__ __forceinline__ void accumulate(const Params& p, Shared& s, const Mem
     Ring<2> buffer;
     for (int chunk = s.tile.begin; chunk < s.tile.end; ++chunk) {
         barrier_wait(shared_address(&s.p_ready[buffer.slot]), buffer.phase);
-        proxy_fence();  // half of the weights came by ordinary stores of the other block
+        proxy_fence();  // half of the weights came by st.async, which is not of the async proxy
         const Factors(&factors)[2] = s.factors[buffer.slot];
         if (factors[0].changed | factors[1].changed) {
 #pragma unroll

@@ -85,11 +85,6 @@ __device__ __forceinline__ void group_sync() {
 }
 
 template <int ID, int THREADS>
-__device__ __forceinline__ void group_arrive() {
-    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
-}
-
-template <int ID, int THREADS>
 __device__ __forceinline__ bool group_any(bool mine) {
     u32 any;
     asm volatile(

@@ -311,10 +311,11 @@ def forward(
     ``partial_lse`` is written for every row (-inf where the row sees nothing of the split), and with it
     either the partial output or, when its request has one split, output and LSE themselves.
     """
-    if DEPENDENTS:
-        gdc_launch_dependents()
+    # In this order: the merge reads lengths before its own wait, so what wrote them must be over when it starts.
     if AFTER:
         gdc_wait()
+    if DEPENDENTS:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     # Tiles innermost: those that read the same cache rows run side by side and share them in the L2.
     split = program // slots
