@@ -18,7 +18,7 @@ from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
 from .. import SPLIT_FEATURES, cuda, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
-from .source import BlockVariant, DecodeVariant, MergeVariant, PairVariant
+from .source import BlockVariant, DecodeVariant, MergeVariant, PairVariant, RowsVariant
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -220,11 +220,17 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
     return Kernel(compile_cubin(variant.source(), "densemla_merge.cu"), "merge", threads=_MERGE_THREADS)
 
 
+def _variant(tile: int, blocks: int, partial_f32: bool) -> DecodeVariant:
+    if blocks == 2:
+        return PairVariant(tile, partial_f32)
+    return RowsVariant(partial_f32) if tile == 64 else BlockVariant(tile, partial_f32)
+
+
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:
     plan, device = binding.plan, binding.q.device.index
     partial_f32 = plan.partial_dtype is torch.float32
     tile, blocks = tiling(plan.caps)
-    decode = _decode_kernel((BlockVariant if blocks == 1 else PairVariant)(tile, partial_f32), device)
+    decode = _decode_kernel(_variant(tile, blocks, partial_f32), device)
     if plan.num_splits == 1:
         return decode, None
     return decode, _merge_kernel(MergeVariant(_merge_warps(plan.num_splits), partial_f32), device)

@@ -126,6 +126,15 @@ __device__ __forceinline__ u64 operand(u32 address) {
     return ((u64)1 << 62) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 16) | (u64)((address & 0x3FFFF) >> 4);
 }
 
+// Worked out where it is used: nvcc would keep all of a loop in registers.
+__device__ __forceinline__ u64 fresh_operand(u32 address) {
+    asm volatile("" : "+r"(address));
+    return operand(address);
+}
+
+// MN-major over several boxes of 64 columns, BOX apart.
+__device__ __forceinline__ u64 wide_operand(u32 address) { return fresh_operand(address) + ((u64)((8192 >> 4) - 1) << 16); }
+
 // K-major with 64-byte swizzle: rows of 32 columns, 8-row groups 512 bytes apart.
 __device__ __forceinline__ u64 narrow_operand(u32 address) {
     return ((u64)2 << 62) | ((u64)(512 >> 4) << 32) | ((u64)1 << 16) | (u64)((address & 0x3FFFF) >> 4);
@@ -151,6 +160,12 @@ __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c,
 
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_rows(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
                  : "memory");
 }
 

@@ -141,6 +141,46 @@ class PairVariant:
         return _decode_source("decode_pair.cu", sizes, self.accumulate_registers, *products)
 
 
+@dataclass(frozen=True, slots=True)
+class RowsVariant:
+    """One block per tile of 64 rows, which are the M of its products: decode_rows.cu."""
+
+    partial_f32: bool
+
+    @property
+    def tile_rows(self) -> int:
+        return 64
+
+    @property
+    def threads(self) -> int:
+        return 384
+
+    @property
+    def shared_bytes(self) -> int:
+        return (8 + 2 * 9 + 2) * _BOX_BYTES + self._misc_bytes
+
+    @property
+    def _misc_bytes(self) -> int:
+        """``struct Shared`` of decode_rows.cu, which asserts that it fits."""
+        return 2048
+
+    def source(self) -> str:
+        sizes = {
+            "TILE_N": 64,
+            "ROWS": 64,
+            "BLOCKS": 1,
+            "MISC_BYTES": self._misc_bytes,
+            "PARTIAL_F32": int(self.partial_f32),
+        }
+        products = (
+            _mma("mma_scores", 64),
+            _register_mma("mma_rope", 64),
+            _mma("mma_values", 256, b_transposed=True),
+            _register_mma("mma_own_values", 256, b_transposed=True),
+        )
+        return _decode_source("decode_rows.cu", sizes, 240, *products)
+
+
 def _decode_source(name: str, sizes: Mapping[str, int], largest: int, *products: str) -> str:
     """``largest``: registers of a thread of the two warpgroups that hold accumulators."""
     reallocate = largest > 128
@@ -189,8 +229,8 @@ def _registers(name: str, direction: str, count: int | None) -> str:
     return f"__device__ __forceinline__ void {name}() {{ {body} }}"
 
 
-def _mma(name: str, columns: int, *, transposed: bool = False) -> str:
-    """A wrapper of one wgmma, [64, 16] x [16, columns]; a transposed A has its 64 rows contiguous."""
+def _mma(name: str, columns: int, *, transposed: bool = False, b_transposed: bool = False) -> str:
+    """A wrapper of one wgmma, [64, 16] x [16, columns]; a transposed A or B has its rows or columns contiguous."""
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -199,6 +239,23 @@ def _mma(name: str, columns: int, *, transposed: bool = False) -> str:
         f"__device__ __forceinline__ void {name}"
         f"(float (&d)[{count}], unsigned long long a, unsigned long long b, int keep) {{\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n{instruction} '
-        f'{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(transposed)}, 0;\\n}}"\n'
+        f'{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(transposed)}, {int(b_transposed)};\\n}}"\n'
         f'        : {outputs} : "l"(a), "l"(b), "r"(keep));\n}}'
+    )
+
+
+def _register_mma(name: str, columns: int, *, b_transposed: bool = False) -> str:
+    """The same with A in registers."""
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+    return (
+        f"__device__ __forceinline__ void {name}"
+        f"(float (&d)[{count}], const unsigned int (&a)[4], unsigned long long b, int keep) {{\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n{instruction} '
+        f'{{{registers}}}, {{{a}}}, %{count + 4}, p, 1, 1, {int(b_transposed)};\\n}}"\n'
+        f'        : {outputs} : {inputs}, "l"(b), "r"(keep));\n}}'
     )

@@ -8,7 +8,7 @@ constexpr int RANK = 512;
 constexpr int BOX_BYTES = CHUNK * 128;
 constexpr int P_BYTES = TILE_N * 128;
 constexpr int GROUPS = (ROWS + 31) / 32;  // one row per lane
-constexpr int STAGE_PITCH = 68;                     // floats; a multiple of 4 that spreads rows over the banks
+[[maybe_unused]] constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
 // Weights are relative to a base that follows the maximum only when it is left this far behind (log2): up to
@@ -374,15 +374,33 @@ __device__ __forceinline__ void scale_rows(float (&acc)[COUNT][TILE_N / 2], int 
     }
 }
 
+// Copies COUNT staged boxes of 64 bf16 columns, swizzled, to the output or to the split's partial.
+template <int COUNT>
+__device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 stage, int column, int step, int split,
+                                            int group) {
+    const int thread = threadIdx.x & 127;
+    const i64 partial_row = (i64)split * p.max_total_q;
+    writers_sync(group);
+#pragma unroll 4
+    for (int u = thread; u < TILE_N * COUNT * 8; u += 128) {
+        const int n = u / (COUNT * 8), t = (u >> 3) % COUNT, unit = u & 7;
+        const int2 row = s.row[n];
+        if (row.x < 0) continue;
+        char* to = s.single ? p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head)
+                            : p.partial_output + 2 * ((partial_row + row.x) * p.heads + row.y) * RANK;
+        *(uint4*)(to + 2 * (column + t * step + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
+    }
+}
+
 // Writes COUNT boxes of 64 output columns, the first at `column` and the others `step` further each. `stage` is
 // shared memory of the warpgroup, which is number `group` among those that write.
 template <int COUNT>
 __device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[COUNT][TILE_N / 2],
                                              u32 stage, int column, int step, int split, int group) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-    const i64 partial_row = (i64)split * p.max_total_q;
 #if PARTIAL_F32
     if (!s.single) {
+        const i64 partial_row = (i64)split * p.max_total_q;
 #pragma unroll
         for (int t = 0; t < COUNT; ++t) {
             if (t) writers_sync(group);
@@ -408,16 +426,7 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
 #endif
 #pragma unroll
     for (int t = 0; t < COUNT; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
-    writers_sync(group);
-#pragma unroll 4
-    for (int u = thread; u < TILE_N * COUNT * 8; u += 128) {
-        const int n = u / (COUNT * 8), t = (u >> 3) % COUNT, unit = u & 7;
-        const int2 row = s.row[n];
-        if (row.x < 0) continue;
-        char* to = s.single ? p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head)
-                            : p.partial_output + 2 * ((partial_row + row.x) * p.heads + row.y) * RANK;
-        *(uint4*)(to + 2 * (column + t * step + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
-    }
+    copy_staged<COUNT>(p, s, stage, column, step, split, group);
 }
 
 // Page ids of the chunks to come, a warp's worth at a time.
