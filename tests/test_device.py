@@ -1,13 +1,27 @@
-"""CUDA's compatibility rule, as a table."""
+"""CUDA's compatibility rule, as a table, and devices that can't be used wherever one is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from densemla import ContractError
-from densemla.device import RULE, check_arch
+import densemla
+from densemla import Caps, ContractError
+from densemla.captured import load_step
+from densemla.device import RULE, check_arch, usable
+from densemla.dspark.checkpoint import load_draft
+from densemla.dspark.cli import check_device
+from densemla.dspark.kv_pool import KVPool
+from densemla.inputs import random_step
+from densemla.presets import preset
+from densemla.study import StudyConfig
+
+LAYER = Path(__file__).parent / "data" / "deepseek_v3_layer.safetensors"
 
 FIELD_CASE_32 = [
     ((12, 1), ["sm_120"], True),
@@ -92,3 +106,39 @@ def test_suffixes_only_narrow(built: tuple[int, int], device: tuple[int, int]) -
     assert runs("sm_{}a") <= runs("sm_{}f") <= runs("sm_{}") <= runs("compute_{}")
     assert runs("sm_{}") == (built[0] == device[0] and built[1] <= device[1])
     assert runs("compute_{}") == (built <= device)
+
+
+TAKES_A_DEVICE: dict[str, Callable[[object], object]] = {
+    "usable": usable,
+    "kv_cache.empty": lambda device: densemla.kv_cache.empty(1, 1, device=device),
+    "random_step": lambda device: random_step(Caps(num_q_heads=1, device=device), [1]),
+    "StudyConfig": lambda device: StudyConfig(preset=preset("kimi-k3"), device=device),
+    "CapturedStep.to": lambda device: load_step(LAYER).to(device),
+    "KVPool": lambda device: KVPool(1 << 20, num_layers=1, kv_lora_rank=8, qk_rope_head_dim=4, device=device),
+    "check_device": check_device,
+    "load_draft": lambda device: load_draft(Path("no such folder"), Path("nor this"), device=device),
+}
+
+
+@pytest.mark.parametrize("taker", TAKES_A_DEVICE)
+@pytest.mark.parametrize(
+    "device", ["nope", "", "cuda:-1", "cuda:99999999999", "xpu", "mps", torch.device("meta"), None, 3, 1.5], ids=repr
+)
+def test_a_device_that_nothing_runs_on_is_refused_by_name(taker: str, device: object) -> None:
+    with pytest.raises(ContractError, match=r"^device: ") as caught:
+        TAKES_A_DEVICE[taker](device)
+    assert str(device) in str(caught.value)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+@pytest.mark.parametrize("taker", TAKES_A_DEVICE)
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")], ids=repr)
+def test_a_gpu_that_is_not_there_is_explained(taker: str, device: object) -> None:
+    with pytest.raises(ContractError, match=r"^device: .*built without CUDA"):
+        TAKES_A_DEVICE[taker](device)
+
+
+def test_the_cpu_is_taken_under_every_name() -> None:
+    for name in ("cpu", "cpu:0", torch.device("cpu")):
+        assert usable(name).type == "cpu"
+        assert densemla.kv_cache.empty(2, 3, device=name).shape == (2, 3, 576)

@@ -28,6 +28,7 @@ from .backends.reference import decode_float64
 from .binding import bind
 from .caps import Caps
 from .decoding import decode
+from .device import usable
 from .errors import ContractError
 from .options import SplitOptions, check_partial_dtype
 from .planning import plan
@@ -64,7 +65,9 @@ class CapturedStep:
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: str | torch.device) -> CapturedStep:
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        """The step on ``device``, or a :class:`ContractError` if torch can't use that here."""
+        target = usable(device)
+        return replace(self, **{name: tensor.to(target) for name, tensor in self.tensors().items()})
 
     def decode(self, options: SplitOptions | None, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         """``(output, lse)`` as :func:`densemla.decode` gives them; None for a backend without split options."""

@@ -106,12 +106,15 @@ def why_no_cuda() -> str | None:
     return None
 
 
-def usable(name: str) -> torch.device:
+def usable(name: str | torch.device) -> torch.device:
     """The device called ``name``, if torch can use it here.
 
     Raises:
         ContractError: it is no CPU or CUDA device, or is not here; the message says why.
     """
+    # torch would take an int too, for whatever accelerator it finds.
+    if not isinstance(name, (str, torch.device)):
+        raise ContractError("device", "cpu, cuda or cuda:N", repr(name))
     try:
         device = torch.device(name)
     except RuntimeError as error:

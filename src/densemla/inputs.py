@@ -49,7 +49,7 @@ def random_step(
         seed: of the generator.
 
     Raises:
-        ContractError: ``logits`` is unknown.
+        ContractError: ``logits`` is unknown, or torch can't use the device of ``caps`` here.
     """
     if logits not in LOGITS:
         raise ContractError("logits", "one of " + ", ".join(LOGITS), repr(logits))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .checks import check_dense, check_int, check_scale
+from .device import usable
 from .errors import ContractError
 from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_fields
 
@@ -23,7 +24,8 @@ def empty(
     """An uninitialised cache [num_pages, page_size, row width] in the format ``kv_dtype`` names.
 
     Raises:
-        ContractError: a size is no int in its range, or there is no such format.
+        ContractError: a size is no int in its range, there is no such format, or ``device`` is no CPU or
+            CUDA device that torch can use here.
     """
     for name, value, low in (
         ("num_pages", num_pages, 0),
@@ -33,7 +35,7 @@ def empty(
     ):
         check_int(name, value, low)
     fmt = kv_format(kv_dtype, kv_lora_rank, qk_rope_head_dim)
-    return torch.empty(num_pages, page_size, fmt.row_width, dtype=fmt.dtype, device=device)
+    return torch.empty(num_pages, page_size, fmt.row_width, dtype=fmt.dtype, device=usable(device))
 
 
 def append(

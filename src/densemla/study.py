@@ -16,7 +16,7 @@ from .binding import Binding, bind
 from .caps import Caps
 from .decoding import compile as compile_binding
 from .decoding import run
-from .device import current
+from .device import current, usable
 from .errors import ContractError
 from .inputs import LOGITS, RandomStep, random_step
 from .merging import merge
@@ -45,6 +45,7 @@ class StudyConfig:
         thresholds: values of ``single_split_chunks``; each is run with both partial types, beside one run
             in which one split scans everything.
         logits: keys of :data:`densemla.inputs.LOGITS`.
+        device: cpu, cuda or cuda:N.
         repeat: fewest timed runs of each option; they alternate, and the median counts. Short steps get more.
     """
 
@@ -69,6 +70,7 @@ class StudyConfig:
                 raise ContractError("tokens", f"1 to the capacity of {self.capacity}", tokens)
         if self.repeat < 1:
             raise ContractError("repeat", "at least 1", self.repeat)
+        usable(self.device)
 
     def caps(self, partial_dtype: torch.dtype, single_split_chunks: int) -> Caps:
         shape = self.preset

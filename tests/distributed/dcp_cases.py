@@ -155,6 +155,10 @@ def bits_depend_neither_on_timing_nor_on_the_batch() -> None:
             assert torch.equal(row.output[0], binding.output[1])
 
 
+def _merge_on(device: object) -> LseMerge:
+    return LseMerge(None, num_heads=HEADS, width=5, max_rows=1, partial_dtype=FP32, device=device)
+
+
 def _merge(form: str, partial: torch.Tensor, lses: torch.Tensor, base: float = math.e) -> tuple[torch.Tensor, ...]:
     """Merge [world, rows, heads, width] partials, one of them here; gathered back to all heads."""
     rank = dist.get_rank()
@@ -237,6 +241,8 @@ def disagreement_is_refused_everywhere() -> None:
     refused(lambda: DcpDecoder(plan, interleave=0 if rank == 1 else 1), "interleave" if rank == 1 else "group")
     refused(lambda: DcpDecoder(problem.plan(FP32, num_q_heads=HEADS + 1)), "num_heads")
     refused(lambda: DcpDecoder(plan, form="ring"), "form")
+    for device in ("nope", "cuda:-1", torch.device("meta")):
+        refused(lambda device=device: _merge_on(device), "device")
     decoder = DcpDecoder(plan)
     wrong = torch.zeros(2, decoder.own_heads, RANK, dtype=torch.float64)
     change = {"output": wrong} if rank == 1 else {}

@@ -73,10 +73,12 @@ def test_the_command_refuses_what_it_cannot_do(pair):
     assert "both or neither" in error("--curve-key", "x")
     assert "is no folder" in error("--draft", "/nonexistent")
     assert "device" in error("--device", "cuda:99")
+    assert "cpu, cuda or cuda:N" in error("--device", "abacus")
 
 
 @pytest.mark.parametrize(("arch_list", "fits"), [(["sm_90"], True), (["sm_90a"], True), (["sm_100"], False)])
 def test_cuda_is_guarded_by_the_builds_architectures(arch_list, fits, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..checks import is_int
+from ..device import usable
 from ..errors import ContractError
 from ..merging import merge
 from ..options import check_partial_dtype
@@ -66,7 +67,7 @@ class LseMerge:
         max_rows: int,
         partial_dtype: torch.dtype,
         form: Form = "all_to_all",
-        device: torch.device,
+        device: torch.device | str,
     ) -> None:
         self.ranks = Group(group)
         world = self.ranks.world
@@ -74,6 +75,7 @@ class LseMerge:
             raise ContractError("form", " or ".join(map(repr, FORMS)), repr(form))
         if num_heads % world:
             raise ContractError("num_heads", f"a multiple of the group's {world} ranks", num_heads)
+        device = usable(device)
         if (error := self.ranks.device_refusal("device", device)) is not None:
             raise error
         self.form: Form = form

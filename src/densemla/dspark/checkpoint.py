@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..device import usable
 from ..errors import ContractError
 from .config import DSparkConfig, draft_config
 from .model import DSparkDraft
@@ -187,7 +188,9 @@ def load_draft(draft: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16
 
     Raises:
         CheckpointError: a file or tensor is missing, damaged, of another shape, or outside its folder.
+        ContractError: torch can't use ``device`` here.
     """
+    usable(device)
     config = load_config(draft)
     with torch.device("meta"):
         model = DSparkDraft(config)

@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
-from ..device import check_arch
+from ..device import check_arch, usable
 from ..errors import ContractError
 from .checkpoint import CheckpointError, identity, load_draft
 
@@ -33,18 +33,17 @@ def _stop(message: object) -> typer.Exit:
     return typer.Exit(1)
 
 
-def check_device(device: torch.device) -> None:
+def check_device(name: str | torch.device) -> None:
     """Refuse a CUDA device that this torch build has no code for, before anything is loaded onto it.
 
     Raises:
         ContractError: there is no such device, or no code for it.
     """
+    device = usable(name)
     if device.type == "cpu":
         return
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise ContractError("device", "cpu, or cuda where torch finds a GPU", device)
-    name = torch.cuda.get_device_name(device)
-    check = check_arch(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list(), device=name)
+    gpu = torch.cuda.get_device_name(device)
+    check = check_arch(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list(), device=gpu)
     if not check:
         raise ContractError("device", "a GPU that this torch build has code for", check.message)
 
@@ -126,7 +125,7 @@ def _start(
         raise ContractError("--curve-key and --curve-verifiers", "both or neither", "one of them")
     curve = None if curve_key is None or curve_verifiers is None else CurveServer(curve_key, curve_verifiers)
     address = _address(http)
-    check_device(torch.device(device))
+    check_device(device)
     model = load_draft(draft, target, dtype=_DTYPES[dtype], device=device)
     engine = DraftEngine(model, checkpoint=identity(draft), kv_bytes=kv_bytes, depth=depth, max_batch=max_batch)
     return DraftServer(engine, bind, curve=curve, http=address, drain_seconds=drain)
