@@ -145,7 +145,10 @@ def test_a_study_takes_other_types_thresholds_and_logits(tmp_path: Path) -> None
         (["--single-split-chunks", "-2"], "single_split_chunks"),
         (["--backend", "abacus"], "auto"),
         (["--device", "abacus"], "cpu, cuda or cuda:N"),
-        (["--plot", "picture.xyz"], ".png"),
+        *(
+            (["--plot", f"picture{suffix}"], "one of .png, .svg, .pdf")
+            for suffix in (".xyz", ".gif", ".pgf", ".eps", "")
+        ),
         (["--json", "no/such/folder/x.json"], "no/such/folder"),
     ],
 )
