@@ -262,6 +262,13 @@ def anchor(backend: str, index: int, tile: str | None, partial: str, num_splits:
     )
 
 
+def without_limit(arguments: list[str]) -> list[str]:
+    """The command line without ``--limit``, however it is spelt: a child with it would start one of its own."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--limit")
+    return parser.parse_known_args(arguments)[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("small", "anchors"))
@@ -274,7 +281,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="run in a process with this time limit in seconds")
     args = parser.parse_args()
     if args.limit:
-        command = [sys.executable, __file__, *(a for a in sys.argv[1:] if not a.startswith("--limit="))]
+        command = [sys.executable, __file__, *without_limit(sys.argv[1:])]
         try:
             done = subprocess.run(command, timeout=args.limit, check=False)
             print(f"-- exit {done.returncode}: {' '.join(command[2:])}", flush=True)

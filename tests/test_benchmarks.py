@@ -1,0 +1,51 @@
+"""What of the benchmarks can go wrong without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the names in their annotations.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["small", "--limit=60", "--tile", "64x2"],
+        ["small", "--limit", "60", "--tile", "64x2"],
+        ["--limit", "60", "small", "--tile", "64x2"],
+        ["small", "--lim", "60", "--tile", "64x2"],
+    ],
+)
+def test_a_time_limit_is_not_handed_on(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child with the limit would start a child of its own, for ever."""
+    hopper_check = load("hopper_check")
+    started: list[list[str]] = []
+
+    def start(command: list[str], *, timeout: float, check: bool) -> subprocess.CompletedProcess[bytes]:
+        assert timeout == 60
+        started.append(command[1:])
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(hopper_check.subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["hopper_check.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        hopper_check.main()
+    assert ended.value.code == 3
+    assert started == [[str(BENCHMARKS / "hopper_check.py"), "small", "--tile", "64x2"]]
