@@ -43,12 +43,24 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def graph_or_call(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    return captured_graph(call) if device.type == "cuda" else call
+def graph_or_call(call: Callable[[], None], device: torch.device, watch: Callable[[], None]) -> Callable[[], None]:
+    """``call``, on a GPU as the replay of a graph with ``watch`` behind it, so that a lost rank ends the others."""
+    if device.type != "cuda":
+        return call
+    replay = captured_graph(call)
+
+    def watched() -> None:
+        replay()
+        watch()
+
+    return watched
 
 
-def time_us(call: Callable[[], None], device: torch.device) -> float:
-    """Median over rounds, the slowest rank's. Calls follow each other inside one graph, as layers do."""
+def time_us(call: Callable[[], None], device: torch.device, watch: Callable[[], None]) -> float:
+    """Median over rounds, the slowest rank's. Calls follow each other inside one graph, as layers do.
+
+    ``watch`` is launched behind what is timed.
+    """
     if device.type != "cuda":
         call()
         return math.nan
@@ -68,6 +80,7 @@ def time_us(call: Callable[[], None], device: torch.device) -> float:
         for _ in range(REPLAYS):
             replay()
         end.record()
+        watch()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / (REPLAYS * LAYERS))
     slowest = torch.tensor([statistics.median(times)], device=device)
@@ -81,7 +94,7 @@ def check(name: str, good: bool, found: list[str]) -> None:
     found.append(f"{'ok' if int(verdict) else 'FAILED'}: {name}")
 
 
-def check_merges(device: torch.device, found: list[str]) -> None:
+def check_merges(device: torch.device, watch: Callable[[], None], found: list[str]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     heads, width = 12 * world, 512
     for form, (name, dtype), base, rows in product(FORMS, PARTIALS.items(), (math.e, 2), (1, 8)):
@@ -102,7 +115,7 @@ def check_merges(device: torch.device, found: list[str]) -> None:
         call = partial(merge.run, output, lse, base=base)
         call()
         eager = output.clone(), lse.clone()
-        replay = graph_or_call(call, device)
+        replay = graph_or_call(call, device, watch)
         same = True
         for _ in range(5):
             output.fill_(torch.nan)
@@ -158,7 +171,7 @@ def check_decodes(device: torch.device, backend: str, found: list[str]) -> None:
         decoder.compile(binding)
 
         whole = partial(decoder.run, binding)
-        replay = graph_or_call(whole, device)
+        replay = graph_or_call(whole, device, decoder.watch)
         good, worst = True, 0.0
         for now in (lengths, [4096, 0, 1, 64], [1, 5, 0, 699]):
             step.cache_seqlens.copy_(torch.tensor(now))
@@ -210,8 +223,8 @@ def measure(device: torch.device, tokens: int, heads: int, backend: str, with_de
         row: dict[str, object] = {"queries": queries, "form": form, "partial": name}
         if with_decode:
             decoder.compile(binding)
-            step_us = time_us(partial(decoder.run, binding, localise=False), device)
-            decode_us = time_us(partial(decoding.run, binding.local), device)
+            step_us = time_us(partial(decoder.run, binding, localise=False), device, decoder.watch)
+            decode_us = time_us(partial(decoding.run, binding.local), device, decoder.watch)
             row |= {
                 "backend": decoder.local_plan.backend,
                 "step_us": step_us,
@@ -226,12 +239,12 @@ def measure(device: torch.device, tokens: int, heads: int, backend: str, with_de
             ("merge_us", decoder.merge),
             ("localise_us", decoder.localise),
         ):
-            row[part] = time_us(partial(call, binding), device)
+            row[part] = time_us(partial(call, binding), device, decoder.watch)
         rows.append(row)
     return rows
 
 
-def collectives(device: torch.device, heads: int) -> list[dict[str, object]]:
+def collectives(device: torch.device, heads: int, watch: Callable[[], None]) -> list[dict[str, object]]:
     """The collectives by themselves, at the sizes of a step."""
     world = dist.get_world_size()
     rows = []
@@ -248,11 +261,11 @@ def collectives(device: torch.device, heads: int) -> list[dict[str, object]]:
             many = torch.zeros(world * size, dtype=torch.uint8, device=device)
             other = torch.zeros_like(many)
             call = partial(ALL_GATHER, many, one) if "gather" in name else partial(dist.all_to_all_single, many, other)
-            rows.append({"queries": queries, "what": name, "bytes": size, "us": time_us(call, device)})
+            rows.append({"queries": queries, "what": name, "bytes": size, "us": time_us(call, device, watch)})
         for name, dtype in PARTIALS.items():
             send = torch.zeros(world * queries * own * 512, dtype=dtype, device=device)
             part = send[: queries * own * 512].clone()
-            us = time_us(partial(REDUCE_SCATTER, part, send), device)
+            us = time_us(partial(REDUCE_SCATTER, part, send), device, watch)
             rows.append({"queries": queries, "what": f"reduce_scatter, {name}", "bytes": part.nbytes, "us": us})
     return rows
 
@@ -309,9 +322,12 @@ def main() -> None:
     device = join("auto", 120)
     found: list[str] = []
     report = {"environment": environment(device), "tokens": options.tokens, "heads": options.heads, "checks": found}
-    check_merges(device, found)
+    # For its watch alone, which is the group's: merges and collectives by themselves have no decoder.
+    smallest = densemla.Caps(device=device, num_q_heads=dist.get_world_size(), max_cache_tokens=1)
+    watch = DcpDecoder(densemla.plan(smallest)).watch
+    check_merges(device, watch, found)
     check_gathers(device, found)
-    report["collectives"] = collectives(device, options.heads)
+    report["collectives"] = collectives(device, options.heads, watch)
     report["steps"] = measure(device, options.tokens, options.heads, options.backend, with_decode=False)
     write(report, options.out)
     # After the first report: where the decode fails, the merge has been measured all the same.

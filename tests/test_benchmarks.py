@@ -49,3 +49,37 @@ def test_a_time_limit_is_not_handed_on(arguments: list[str], monkeypatch: pytest
         hopper_check.main()
     assert ended.value.code == 3
     assert started == [[str(BENCHMARKS / "hopper_check.py"), "small", "--tile", "64x2"]]
+
+
+def test_replays_are_watched_between_the_timed_region_and_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog sees no collective inside a graph: a replay whose peer is gone would wait for ever."""
+    dcp_merge = load("dcp_merge")
+    happened: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            happened.append("record")
+
+        def synchronize(self) -> None:
+            happened.append("wait")
+
+        def elapsed_time(self, _: Event) -> float:
+            return 1.0
+
+    # A GPU without a GPU.
+    monkeypatch.setattr(dcp_merge.torch.cuda, "Event", lambda enable_timing: Event())
+    monkeypatch.setattr(dcp_merge.torch, "tensor", lambda values, device: values[0])
+    monkeypatch.setattr(dcp_merge, "captured_graph", lambda call: lambda: happened.append("replay"))
+    monkeypatch.setattr(dcp_merge.dist, "barrier", lambda: happened.append("barrier"))
+    monkeypatch.setattr(dcp_merge.dist, "all_reduce", lambda *_: None)
+    gpu = dcp_merge.torch.device("cuda")
+
+    def watch() -> None:
+        happened.append("watch")
+
+    dcp_merge.time_us(lambda: None, gpu, watch)
+    timed = ["record", *["replay"] * dcp_merge.REPLAYS, "record"]
+    assert happened == ["barrier", "replay", *timed, "watch", "wait"] * dcp_merge.ROUNDS
+    happened.clear()
+    dcp_merge.graph_or_call(lambda: None, gpu, watch)()
+    assert happened == ["replay", "watch"]
