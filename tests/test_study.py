@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, GlmMoeDsaConfig
 
 import densemla
 from densemla import ContractError, splits
@@ -27,10 +28,24 @@ def test_presets() -> None:
         "kimi-k3-tp8": 12,
         "deepseek-v3": 128,
         "kimi-k2": 64,
+        "glm-5": 64,
     }
-    assert {(s.kv_lora_rank, s.qk_rope_head_dim, s.sm_scale) for s in PRESETS.values()} == {(512, 64, 192**-0.5)}
+    assert {(s.kv_lora_rank, s.qk_rope_head_dim, s.page_size) for s in PRESETS.values()} == {(512, 64, 64)}
+    assert {name: s.sm_scale**-2 for name, s in PRESETS.items()} == pytest.approx(
+        dict.fromkeys(PRESETS, 192) | {"glm-5": 256}
+    )
     with pytest.raises(ContractError, match=r"preset.*kimi-k3-tp8.*kimi-k4"):
         preset("kimi-k4")
+
+
+@pytest.mark.parametrize(("name", "config"), [("deepseek-v3", DeepseekV3Config()), ("glm-5", GlmMoeDsaConfig())])
+def test_presets_are_the_published_shapes(name: str, config: DeepseekV3Config | GlmMoeDsaConfig) -> None:
+    """The defaults in transformers are these models' sizes."""
+    shape = preset(name)
+    assert shape.num_q_heads == config.num_attention_heads
+    assert shape.kv_lora_rank == config.kv_lora_rank
+    assert shape.qk_rope_head_dim == config.qk_rope_head_dim
+    assert shape.sm_scale == (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
 
 
 def test_fp32_partials_are_below_bf16_partials_wherever_split(kimi_k3: Study) -> None:
