@@ -168,7 +168,7 @@ def study(
         logits=list(dict.fromkeys(logits)),
         q_dtype=_named("dtype", DTYPES, dtype),
         kv_dtype=_named("kv_dtype", KV_DTYPES, kv_dtype),
-        device=str(usable(device)),
+        device=device,
         backend=backend,
         repeat=repeat,
         seed=seed,
