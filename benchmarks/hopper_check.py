@@ -168,14 +168,13 @@ def errors(step: Step, requests: list[int] | None = None) -> tuple[float, float]
     return float((got - output).norm() / (norm if norm > 0 else 1)), float(worst)
 
 
-def force(tile: str | None) -> None:
-    """Make the backend use a tile given as rows or rowsxblocks."""
+def force(tile: int | None) -> None:
+    """Make the backend use a tile of so many rows."""
     if tile is not None:
-        rows, _, blocks = tile.partition("x")
-        hopper.tiling = lambda caps: (int(rows), int(blocks or 1))
+        hopper.tile_rows = lambda caps: tile
 
 
-def small(backend: str, tile: str | None) -> None:
+def small(backend: str, tile: int | None) -> None:
     force(tile)
     torch.manual_seed(1)
     f32, bf16 = torch.float32, torch.bfloat16
@@ -235,7 +234,7 @@ def time_graph(binding: densemla.Binding, runs: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / runs
 
 
-def anchor(backend: str, index: int, tile: str | None, partial: str, num_splits: int | None, check: bool) -> None:
+def anchor(backend: str, index: int, tile: int | None, partial: str, num_splits: int | None, check: bool) -> None:
     batch, tokens, heads, queries, flash = ANCHORS[index]
     force(tile)
     dtype = torch.float32 if partial == "f32" else torch.bfloat16
@@ -253,7 +252,7 @@ def anchor(backend: str, index: int, tile: str | None, partial: str, num_splits:
     floor = max(nbytes / COPY_TBS / 1e6, flops / MATMUL_TFLOPS / 1e6)
     us = time_graph(step.binding, 10)
     out, lse = errors(step, [0]) if check else (math.nan, math.nan)
-    rows = hopper.tiling(step.binding.plan.caps) if backend == "hopper" else ""
+    rows = hopper.tile_rows(step.binding.plan.caps) if backend == "hopper" else ""
     print(
         f"{backend} {index:2d} {batch}x{tokens}x{heads}x{queries} tile {rows} splits {step.binding.plan.num_splits} "
         f"{partial} {us:8.1f} us  flash {flash:6.1f} x{flash / us:.2f}  floor {100 * floor / us:3.0f}%  "
@@ -273,7 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("small", "anchors"))
     parser.add_argument("--backend", default="hopper")
-    parser.add_argument("--tile")
+    parser.add_argument("--tile", type=int, choices=hopper.TILES)
     parser.add_argument("--cases", default=",".join(map(str, range(len(ANCHORS)))))
     parser.add_argument("--partial", default="bf16")
     parser.add_argument("--splits", type=int)

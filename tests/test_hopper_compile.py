@@ -17,15 +17,9 @@ import torch
 import densemla
 from densemla.backends import hopper
 from densemla.backends.hopper.driver import compile_cubin, find_compiler
-from densemla.backends.hopper.source import SHARED_MEMORY, BlockVariant, DecodeVariant, MergeVariant, PairVariant
+from densemla.backends.hopper.source import SHARED_MEMORY, MergeVariant
 
 NVCC = shutil.which("nvcc")
-
-TILINGS = sorted(hopper.TILINGS)
-
-
-def decode_variant(rows: int, blocks: int, *, partial_f32: bool = False) -> DecodeVariant:
-    return (BlockVariant if blocks == 1 else PairVariant)(rows, partial_f32)
 
 
 def ptxas_report(source: str, tmp_path: Path) -> str:
@@ -49,12 +43,12 @@ def assert_clean(report: str) -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize(("rows", "blocks"), TILINGS)
+@pytest.mark.parametrize("rows", hopper.TILES)
 @pytest.mark.parametrize("partial_f32", [False, True])
 def test_the_decode_kernel_compiles_without_spills_or_serialised_products(
-    rows: int, blocks: int, partial_f32: bool, tmp_path: Path
+    rows: int, partial_f32: bool, tmp_path: Path
 ) -> None:
-    variant = decode_variant(rows, blocks, partial_f32=partial_f32)
+    variant = hopper.decode_variant(rows, partial_f32)
     assert_clean(ptxas_report(variant.source(), tmp_path))
 
 
@@ -67,16 +61,13 @@ def test_the_merge_kernel_compiles_without_spills(unit_warps: int, partial_f32: 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs NVRTC")
 def test_nvrtc_builds_what_nvcc_builds() -> None:
-    cubin = compile_cubin(decode_variant(16, 1).source(), "decode.cu")
+    cubin = compile_cubin(hopper.decode_variant(16, False).source(), "decode.cu")
     assert cubin[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize(("rows", "blocks"), TILINGS)
-def test_the_ring_holds_two_chunks_in_flight_within_shared_memory(rows: int, blocks: int) -> None:
-    variant = decode_variant(rows, blocks)
-    assert variant.shared_bytes <= SHARED_MEMORY
-    # The values of one chunk wait in the ring while all boxes of the next arrive.
-    assert variant.slots >= (8 + 9 if blocks == 1 else 4 + 4)
+@pytest.mark.parametrize("rows", hopper.TILES)
+def test_a_block_fits_the_shared_memory(rows: int) -> None:
+    assert hopper.decode_variant(rows, False).shared_bytes <= SHARED_MEMORY
 
 
 def caps(**changes: object) -> densemla.Caps:
@@ -147,10 +138,13 @@ def test_the_grid_is_exact_for_whole_tiles() -> None:
     assert hopper.most_tiles(4, 1, 96, 96) == 4
 
 
-def test_tilings_fit_the_rows_of_the_known_models() -> None:
-    def fit(heads: int, queries: int = 1) -> tuple[int, int]:
-        return hopper.tiling(caps(num_q_heads=heads, max_total_q=queries))
+def test_tiles_fit_the_rows_and_lengths_of_the_known_models() -> None:
+    def fit(heads: int, queries: int = 1, batch: int = 64, tokens: int = 8192) -> int:
+        return hopper.tile_rows(
+            caps(num_q_heads=heads, max_total_q=queries * batch, max_batch=batch, max_cache_tokens=tokens)
+        )
 
-    assert fit(12) == fit(16) == (16, 1)
-    assert fit(96) == fit(12, 8) == (48, 1)
-    assert fit(128) == fit(16, 8) == (128, 2)
+    assert fit(12) == fit(16) == 16
+    assert fit(32) == 48
+    assert fit(64) == fit(96) == fit(128) == fit(12, 8) == fit(16, 8) == 64
+    assert fit(96, batch=1) == 48  # short: the tile with the shorter beginning and end

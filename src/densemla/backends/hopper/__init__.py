@@ -1,7 +1,7 @@
 """The Hopper backend: wgmma and TMA kernels in CUDA C++ for compute capability 9.0, built when first needed.
 
-Why not Gluon: the shapes of its tensors are powers of two, and what these kernels gain at 96 rows comes
-from tiles of 48. Importing this package neither compiles nor touches CUDA.
+Why not Gluon: the shapes of its tensors are powers of two, and short caches of 96 rows go to tiles of 48. Importing
+this package neither compiles nor touches CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
 from .. import SPLIT_FEATURES, cuda, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
-from .source import BlockVariant, DecodeVariant, MergeVariant, PairVariant, RowsVariant
+from .source import BlockVariant, DecodeVariant, MergeVariant, RowsVariant
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _CAPABILITY = (9, 0)
 _LOG2E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes: of TMA, and of the kernels' own loads and stores
+_BOX_COLUMNS = 64
 _MERGE_THREADS = 256
 _MANY_SPLITS = 12
 """From this many splits on, the merge shares a row among the warps of a block."""
@@ -35,14 +36,17 @@ _MANY_SPLITS = 12
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 _MOST_HEADS = 128
 
-TILINGS = ((16, 1), (48, 1), (64, 1), (128, 2))
-"""Query rows of a tile, and the blocks that work on it together."""
+TILES = (16, 48, 64)
+"""Query rows that a block decodes."""
 
-_CHUNK_CYCLES = {(16, 1): 1900, (48, 1): 3800, (64, 1): 4900, (128, 2): 4500}
-"""About what a tile takes for a chunk, in cycles of each of its multiprocessors; only the ratios matter."""
+_CHUNK_CYCLES = {16: 2400, 48: 3700, 64: 2800}
+"""About what a block takes for a chunk that is in the L2; only the ratios matter, here and below."""
 
-_FIXED_CYCLES = {1: 16000, 2: 19000}
-"""About what a block takes besides its chunks, by the blocks of a tile."""
+_READ_CYCLES = 3900
+"""About what it takes at least for a chunk that every multiprocessor has to read from memory."""
+
+_FIXED_CYCLES = {16: 20000, 48: 23000, 64: 33000}
+"""About what a block takes besides its chunks."""
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200, for the estimate alone."""
@@ -106,20 +110,19 @@ class _MergeParams(ctypes.Structure):
 
 
 @lru_cache
-def tiling(caps: Caps) -> tuple[int, int]:
-    """The one of :data:`TILINGS` that decodes a full batch of the longest requests in the fewest cycles.
+def tile_rows(caps: Caps) -> int:
+    """The one of :data:`TILES` that decodes a full batch of the longest requests in the fewest cycles.
 
     From ``caps`` alone: it decides the order of sums, so lengths and batches must not change it.
     """
     rows = cuda.rows_per_request(caps)
     chunks = caps.max_batch * ceil_div(caps.max_cache_tokens, CHUNK_TOKENS)
 
-    def cost(choice: tuple[int, int]) -> tuple[int, int]:
-        tile, blocks = choice
-        each = ceil_div(chunks * ceil_div(rows, tile), _MULTIPROCESSORS // blocks)
-        return _FIXED_CYCLES[blocks] + each * _CHUNK_CYCLES[choice], tile
+    def cost(tile: int) -> tuple[int, int]:
+        computed = ceil_div(chunks * ceil_div(rows, tile), _MULTIPROCESSORS) * _CHUNK_CYCLES[tile]
+        return _FIXED_CYCLES[tile] + max(computed, ceil_div(chunks, _MULTIPROCESSORS) * _READ_CYCLES), tile
 
-    return min(TILINGS, key=cost)
+    return min(TILES, key=cost)
 
 
 def most_tiles(total_q: int, batch: int, heads: int, rows: int) -> int:
@@ -163,9 +166,8 @@ class HopperBackend:
         return None
 
     def occupancy(self, caps: Caps) -> tuple[int, int]:
-        tile, blocks = tiling(caps)
         multiprocessors = torch.cuda.get_device_properties(caps.device).multi_processor_count
-        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tile), multiprocessors // blocks
+        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tile_rows(caps)), multiprocessors
 
     def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}
@@ -210,7 +212,8 @@ def _substitute(binding: Binding, name: str) -> Backend:
 
 
 @lru_cache(maxsize=64)
-def _decode_kernel(variant: DecodeVariant, device: int) -> Kernel:
+def _decode_kernel(tile: int, partial_f32: bool, device: int) -> Kernel:
+    variant = decode_variant(tile, partial_f32)
     cubin = compile_cubin(variant.source(), "densemla_decode.cu")
     return Kernel(cubin, "decode", threads=variant.threads, shared_bytes=variant.shared_bytes)
 
@@ -220,17 +223,15 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
     return Kernel(compile_cubin(variant.source(), "densemla_merge.cu"), "merge", threads=_MERGE_THREADS)
 
 
-def _variant(tile: int, blocks: int, partial_f32: bool) -> DecodeVariant:
-    if blocks == 2:
-        return PairVariant(tile, partial_f32)
+def decode_variant(tile: int, partial_f32: bool) -> DecodeVariant:
+    """The kernel for one of :data:`TILES`."""
     return RowsVariant(partial_f32) if tile == 64 else BlockVariant(tile, partial_f32)
 
 
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:
     plan, device = binding.plan, binding.q.device.index
     partial_f32 = plan.partial_dtype is torch.float32
-    tile, blocks = tiling(plan.caps)
-    decode = _decode_kernel(_variant(tile, blocks, partial_f32), device)
+    decode = _decode_kernel(tile_rows(plan.caps), partial_f32, device)
     if plan.num_splits == 1:
         return decode, None
     return decode, _merge_kernel(MergeVariant(_merge_warps(plan.num_splits), partial_f32), device)
@@ -274,10 +275,8 @@ def _launch(binding: Binding) -> None:
         plan.single_split_chunks,
         binding.sm_scale * _LOG2E,
     )
-    tile, blocks = tiling(caps)
-    tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile), 1)
-    maps = (_cache_map(binding, 64),) if blocks == 1 else (_cache_map(binding, 64), _cache_map(binding, 32))
-    decode.launch(tiles * blocks * binding.active_splits, stream, (*maps, params))
+    tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile_rows(caps)), 1)
+    decode.launch(tiles * binding.active_splits, stream, (_cache_map(binding), params))
     if merge is None or binding.active_splits == 1:
         return
     merge_params = _MergeParams(
@@ -301,13 +300,13 @@ def _launch(binding: Binding) -> None:
     merge.launch(ceil_div(warps, _MERGE_THREADS // 32), stream, (merge_params,), early=True)
 
 
-def _cache_map(binding: Binding, columns: int) -> ctypes.Array[ctypes.c_char]:
-    """A descriptor of boxes of up to 64 rows and 32 or 64 columns."""
+def _cache_map(binding: Binding) -> ctypes.Array[ctypes.c_char]:
+    """A descriptor of boxes of up to 64 rows and 64 columns."""
     cache = binding.kv_cache
     pages, page_size, width = cache.shape
     if pages == 0:
         # A descriptor needs an address, even if no page id can be valid.
-        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (2 * width, 2 * width), (columns, 1, 1))
+        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (2 * width, 2 * width), (_BOX_COLUMNS, 1, 1))
     # A dimension of one element may have any stride, which the descriptor would still check.
     row_stride = 2 * (cache.stride(1) if page_size > 1 else width)
     page_stride = 2 * (cache.stride(0) if pages > 1 else page_size * width)
@@ -315,7 +314,7 @@ def _cache_map(binding: Binding, columns: int) -> ctypes.Array[ctypes.c_char]:
         cache.data_ptr(),
         (width, page_size, pages),
         (row_stride, page_stride),
-        (columns, min(page_size, CHUNK_TOKENS), 1),
+        (_BOX_COLUMNS, min(page_size, CHUNK_TOKENS), 1),
     )
 
 

@@ -6,11 +6,10 @@
 // Three warpgroups. 0 takes the even chunks of the split, 1 the odd ones: each does the scores and the softmax of its
 // own chunks, half a period apart, so that the tensor cores have the products of one while the other is in its softmax.
 // Each accumulates half of the output columns over all chunks, with the other's weights from shared memory. 2 loads.
-// source.py prefixes TILE_N, ROWS, BLOCKS, PARTIAL_F32, MISC_BYTES, the register budgets and the wgmma wrappers, then
+// source.py prefixes TILE_N, PARTIAL_F32, MISC_BYTES, the register budgets and the wgmma wrappers, then
 // primitives.cu and tile.cu.
 
-constexpr int BOXES = 9;  // of a chunk: 4 of the left half of the latent columns, 4 of the right one, the rope box
-constexpr int ROPE = 8;
+constexpr int ROPE = 8;  // of the boxes of a chunk: 4 of the left half of the latent columns, 4 of the right one, this
 constexpr int HALF_COLUMNS = RANK / 2;
 static_assert(TILE_N == 64);
 
@@ -39,11 +38,11 @@ __device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shar
         const int first = pages.find(p, chunk, lane);
         if (half == owner) {
             barrier_wait(shared_address(&s.empty[owner][2]), phase ^ 1);
-            pages.load(p, map, chunk, first, m.box(owner, ROPE), 128, RANK, shared_address(&s.full[owner][ROPE]), lane);
+            pages.load(p, map, chunk, first, m.box(owner, ROPE), RANK, shared_address(&s.full[owner][ROPE]), lane);
         }
         barrier_wait(shared_address(&s.empty[owner][half]), phase ^ 1);
         for (int box = 4 * half; box < 4 * half + 4; ++box)
-            pages.load(p, map, chunk, first, m.box(owner, box), 128, 64 * box, shared_address(&s.full[owner][box]), lane);
+            pages.load(p, map, chunk, first, m.box(owner, box), 64 * box, shared_address(&s.full[owner][box]), lane);
     }
 }
 
@@ -236,11 +235,7 @@ struct Half {
             const float all = s.total[0][row + 8 * i] + s.total[1][row + 8 * i];
             factor[i] = all == 0.0f ? 0.0f : 1.0f / all;
             at[i] = s.tile.row[row + 8 * i];
-            if (OWN == 0 && (lane & 3) == 0 && at[i].x >= 0) {
-                const float lse = all == 0.0f ? NONE : (base[i] + log2f(all)) * LN2;
-                *partial_lse_at(p, split, at[i]) = lse;
-                if (s.tile.single) p.lse[at[i].x * p.lse_stride_query + at[i].y * p.lse_stride_head] = lse;
-            }
+            if (OWN == 0 && (lane & 3) == 0 && at[i].x >= 0) write_lse(p, s.tile, at[i], base[i], all, split);
         }
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) output[i] *= factor[(i >> 1) & 1];
@@ -266,7 +261,7 @@ struct Half {
             store_rows(stage + (k >> 2) * P_BYTES + warp_row * 128 + ((2 * (k & 3) + (matrix >> 1) ^ line) << 4),
                        pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
         }
-        copy_staged<4>(p, s.tile, stage, OWN * HALF_COLUMNS, 64, split, OWN);
+        copy_staged<4>(p, s.tile, stage, OWN * HALF_COLUMNS, split, OWN);
     }
 };
 
@@ -283,18 +278,6 @@ __device__ __forceinline__ void decode_half(const Params& p, Shared& s, const Me
     for (; chunk < s.tile.end; chunk += 2) half.template step<false>(p, s, m, chunk, row, lane, chunk >= s.tile.begin + 2);
     if (chunk - 1 < s.tile.end) half.add_other(s, m, row, lane);
     half.finish(p, s, m, row, lane, split);
-}
-
-// The latent part of the query tile, swizzled as TMA would; rows of no query are 0.
-__device__ __forceinline__ void load_queries(const Params& p, const Tile& s, u32 q, int thread, int threads) {
-    for (int u = thread; u < TILE_N * 64; u += threads) {
-        const int n = u >> 6, unit = u & 63;
-        const int2 row = s.row[n];
-        const char* from = p.q + 2 * (max(row.x, 0) * p.q_stride_query + row.y * p.q_stride_head + 8 * unit);
-        load_async(q + (unit >> 3) * BOX_BYTES + n * 128 + (((unit & 7) ^ (n & 7)) << 4), from, row.x >= 0);
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    proxy_fence();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -327,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         return;
     }
     if (warp < 8) {
-        load_queries(p, s.tile, m.q, threadIdx.x, 256);
+        load_queries<ROPE>(p, s.tile, m.q, threadIdx.x, 256);
         group_sync<1, 256>();
     }
     if (warp < 4) {

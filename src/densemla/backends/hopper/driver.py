@@ -14,8 +14,8 @@ ARCHITECTURE = "sm_90a"
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-_SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_* by the bytes of a row of the box
-_L2_PROMOTION_256B = 3
+_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_*
+_L2_PROMOTION_NONE = 0  # CU_TENSOR_MAP_L2_PROMOTION_*
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 
@@ -143,7 +143,7 @@ def tensor_map(
         data: device address, a multiple of 16.
         sizes: elements per dimension, innermost first.
         strides: bytes per step of every dimension but the innermost, multiples of 16.
-        box: elements of one load, innermost first; its rows of 64 or 128 bytes are swizzled.
+        box: elements of one load, innermost first; its rows of 128 bytes are swizzled.
     """
     rank = len(sizes)
     room = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
@@ -160,8 +160,8 @@ def tensor_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*([1] * rank)),
         0,
-        _SWIZZLES[2 * box[0]],
-        _L2_PROMOTION_256B,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_NONE,
         0,
     )
     return encoded

@@ -24,59 +24,17 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity is over; sees what the blocks of the cluster wrote before it.
+// Waits until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     u32 done;
     do {
         asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire." BARRIER_SCOPE ".shared::cta.b64 p, [%1], %2;\n"
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
             "selp.u32 %0, 1, 0, p;\n}"
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
     } while (!done);
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// The same place in another block of the cluster. Offsets from it stay within that block.
-__device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    return remote;
-}
-
-__device__ __forceinline__ void remote_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Stores into another block that count on a barrier of that block, in bytes.
-__device__ __forceinline__ void remote_store(u32 to, float a, float b, float c, float d, u32 barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-        "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void remote_store(u32 to, float a, u32 barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(a),
-                 "r"(barrier)
-                 : "memory");
-}
-
-__device__ __forceinline__ void remote_store(u32 to, uint4 v, u32 barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-        : "memory");
 }
 
 template <int ID, int THREADS>
@@ -135,11 +93,6 @@ __device__ __forceinline__ u64 fresh_operand(u32 address) {
 // MN-major over several boxes of 64 columns, BOX apart.
 __device__ __forceinline__ u64 wide_operand(u32 address) { return fresh_operand(address) + ((u64)((8192 >> 4) - 1) << 16); }
 
-// K-major with 64-byte swizzle: rows of 32 columns, 8-row groups 512 bytes apart.
-__device__ __forceinline__ u64 narrow_operand(u32 address) {
-    return ((u64)2 << 62) | ((u64)(512 >> 4) << 32) | ((u64)1 << 16) | (u64)((address & 0x3FFFF) >> 4);
-}
-
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -181,6 +134,10 @@ __device__ __forceinline__ uint4 load_16(u32 address) {
 __device__ __forceinline__ float4 load_floats(u32 address) {
     const uint4 v = load_16(address);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+__device__ __forceinline__ void store_float(u32 address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 __device__ __forceinline__ void store_16(u32 address, uint4 v) {

@@ -14,9 +14,7 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that one block may use on compute capability 9.0."""
 
 _BOX_BYTES = 64 * 128
-_ROPE_BOX_BYTES = 64 * 64
 _MOST_SLOTS = 24
-_MOST_ROPE_SLOTS = 4
 _MOST_EARLY = 4
 _REGISTERS = 512  # per lane and subpartition, over all warps
 _FEED_REGISTERS = 24
@@ -74,8 +72,6 @@ class BlockVariant:
     def source(self) -> str:
         sizes = {
             "TILE_N": self.tile_rows,
-            "ROWS": self.tile_rows,
-            "BLOCKS": 1,
             "SLOTS": self.slots,
             "MOST_EARLY": _MOST_EARLY,
             "P_BUFFERS": self.p_buffers,
@@ -83,62 +79,19 @@ class BlockVariant:
             "PARTIAL_F32": int(self.partial_f32),
         }
         products = (_mma("mma_scores", self.tile_rows), _mma("mma_values", self.tile_rows, transposed=True))
-        return _decode_source("decode.cu", sizes, self.accumulate_registers, *products)
+        return _decode_source("decode.cu", sizes, *self._register_shares(), *products)
 
-
-@dataclass(frozen=True, slots=True)
-class PairVariant:
-    """Two blocks per tile, each with half of the columns: decode_pair.cu."""
-
-    tile_rows: int
-    """Query rows of a tile: a multiple of 16, 32 to 128."""
-    partial_f32: bool
-
-    @property
-    def threads(self) -> int:
-        return 512
-
-    @property
-    def rope_slots(self) -> int:
-        return _MOST_ROPE_SLOTS if self.tile_rows < 112 else 2
-
-    @property
-    def slots(self) -> int:
-        free = SHARED_MEMORY - self._misc_bytes - self._tile_bytes - self.rope_slots * _ROPE_BOX_BYTES
-        return min(free // _BOX_BYTES, _MOST_SLOTS)
-
-    @property
-    def shared_bytes(self) -> int:
-        rings = self.slots * _BOX_BYTES + self.rope_slots * _ROPE_BOX_BYTES
-        return self._tile_bytes + rings + self._misc_bytes
-
-    @property
-    def _tile_bytes(self) -> int:
-        """Half of the query tile, two buffers of weights, two of the other block's scores of half of the rows."""
-        return self.tile_rows * (288 * 2 + 2 * 128 + 64 * 4)
-
-    @property
-    def _misc_bytes(self) -> int:
-        """``struct Shared`` of decode_pair.cu, which asserts that it fits."""
-        return 832 + self.tile_rows * 32 + ceil_div(self.tile_rows // 2, 32) * 1024
-
-    @property
-    def accumulate_registers(self) -> int:
-        """Of a thread that holds 2 x 64 x tile_rows / 128 accumulators."""
-        return max(self.tile_rows + 40, 128)
-
-    def source(self) -> str:
-        sizes = {
-            "TILE_N": self.tile_rows,
-            "ROWS": self.tile_rows // 2,
-            "BLOCKS": 2,
-            "SLOTS": self.slots,
-            "ROPE_SLOTS": self.rope_slots,
-            "MISC_BYTES": self._misc_bytes,
-            "PARTIAL_F32": int(self.partial_f32),
-        }
-        products = (_mma("mma_scores", self.tile_rows // 2), _mma("mma_values", self.tile_rows, transposed=True))
-        return _decode_source("decode_pair.cu", sizes, self.accumulate_registers, *products)
+    def _register_shares(self) -> tuple[str, str, str]:
+        """Registers for the warpgroups that accumulate, the one that scores, and the one that loads."""
+        largest = self.accumulate_registers
+        if largest <= 128:
+            return (_registers("grow_registers"), _registers("score_registers"), _registers("shrink_registers"))
+        rest = min(_REGISTERS - _FEED_REGISTERS - 2 * largest, 240) // 8 * 8
+        return (
+            _registers("grow_registers", "inc", largest),
+            _registers("score_registers", "inc" if rest > 128 else "dec", rest),
+            _registers("shrink_registers", "dec", _FEED_REGISTERS),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +99,6 @@ class RowsVariant:
     """One block per tile of 64 rows, which are the M of its products: decode_rows.cu."""
 
     partial_f32: bool
-
-    @property
-    def tile_rows(self) -> int:
-        return 64
 
     @property
     def threads(self) -> int:
@@ -167,8 +116,6 @@ class RowsVariant:
     def source(self) -> str:
         sizes = {
             "TILE_N": 64,
-            "ROWS": 64,
-            "BLOCKS": 1,
             "MISC_BYTES": self._misc_bytes,
             "PARTIAL_F32": int(self.partial_f32),
         }
@@ -178,27 +125,14 @@ class RowsVariant:
             _mma("mma_values", 256, b_transposed=True),
             _register_mma("mma_own_values", 256, b_transposed=True),
         )
-        return _decode_source("decode_rows.cu", sizes, 240, *products)
+        registers = (_registers("grow_registers", "inc", 240), _registers("shrink_registers", "dec", _FEED_REGISTERS))
+        return _decode_source("decode_rows.cu", sizes, *registers, *products)
 
 
-def _decode_source(name: str, sizes: Mapping[str, int], largest: int, *products: str) -> str:
-    """``largest``: registers of a thread of the two warpgroups that hold accumulators."""
-    reallocate = largest > 128
-    third = min(_REGISTERS - _FEED_REGISTERS - 2 * largest, 240) // 8 * 8
-    scope = "cluster" if sizes["BLOCKS"] > 1 else "cta"
-    return "\n".join(
-        (
-            *(f"#define {key} {value}" for key, value in sizes.items()),
-            f'#define BARRIER_SCOPE "{scope}"',
-            _file("primitives.cu"),
-            _registers("grow_registers", "inc", largest if reallocate else None),
-            _registers("score_registers", "inc" if third > 128 else "dec", third if reallocate else None),
-            _registers("shrink_registers", "dec", _FEED_REGISTERS if reallocate else None),
-            *products,
-            _file("tile.cu"),
-            _file(name),
-        )
-    )
+def _decode_source(name: str, sizes: Mapping[str, int], *functions: str) -> str:
+    """``functions``: those that depend on the sizes of the products."""
+    defines = (f"#define {key} {value}" for key, value in sizes.items())
+    return "\n".join((*defines, _file("primitives.cu"), *functions, _file("tile.cu"), _file(name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +158,7 @@ def _file(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _registers(name: str, direction: str, count: int | None) -> str:
+def _registers(name: str, direction: str = "", count: int | None = None) -> str:
     body = "" if count is None else f'asm volatile("setmaxnreg.{direction}.sync.aligned.u32 {count};");'
     return f"__device__ __forceinline__ void {name}() {{ {body} }}"
 

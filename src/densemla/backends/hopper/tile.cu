@@ -1,13 +1,13 @@
 // What the kernels share: finding the work of a block, the softmax of a chunk, and writing results.
 //
-// The kernel's file is preceded by TILE_N, query rows of a tile, ROWS, those whose softmax this block does,
-// and BLOCKS, the blocks that work on a tile together.
+// The kernel's file is preceded by TILE_N, query rows of a tile.
 
 constexpr int CHUNK = 64;
 constexpr int RANK = 512;
+constexpr int BOXES = 9;  // of 64 columns, to a 576-wide row; the last is the rope part
 constexpr int BOX_BYTES = CHUNK * 128;
-constexpr int P_BYTES = TILE_N * 128;
-constexpr int GROUPS = (ROWS + 31) / 32;  // one row per lane
+constexpr int P_BYTES = TILE_N * 128;  // of a box of the query tile, and of a chunk's weights
+constexpr int GROUPS = (TILE_N + 31) / 32;  // one row per lane
 [[maybe_unused]] constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
@@ -42,15 +42,15 @@ struct Tile {
     int2 row[TILE_N];  // query index and head of a tile row; query < 0: no row
 };
 
-// What the accumulators of this block's rows are multiplied by before a chunk is added.
+// What the accumulators are multiplied by before a chunk is added.
 struct alignas(16) Factors {
-    float scale[ROWS];
+    float scale[TILE_N];
     int changed;
 };
 
 struct Reduction {
     float peer[4][GROUPS * 32];      // what each softmax warp found
-    alignas(16) float top[4][ROWS];  // the bases, a copy for each of them
+    alignas(16) float top[4][TILE_N];  // the bases, a copy for each of them
 };
 
 template <int SIZE>
@@ -106,12 +106,12 @@ struct Sum {
 // Reduces 32 columns over the lanes that share them; v holds columns 8 j + 2 (lane & 3) + e at 2 j + e.
 // Halving exchange: each lane ends with the one column lane_column(lane).
 template <class Op>
-__device__ __forceinline__ float reduce_group(const float (&columns)[ROWS / 4], int group, int lane) {
+__device__ __forceinline__ float reduce_group(const float (&columns)[TILE_N / 4], int group, int lane) {
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int at = 8 * group + i;
-        v[i] = at < ROWS / 4 ? columns[at < ROWS / 4 ? at : 0] : Op::none();
+        v[i] = at < TILE_N / 4 ? columns[at < TILE_N / 4 ? at : 0] : Op::none();
     }
 #pragma unroll
     for (int width = 4; width > 0; width >>= 1) {
@@ -137,8 +137,8 @@ __device__ __forceinline__ int chunks_of(int tokens) { return tokens / CHUNK + (
 
 // Finds the request and tile of this block, the chunks of its split and what each row sees. One warp.
 __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
-    const u32 wanted = blockIdx.x / BLOCKS / p.splits;
-    const int split = blockIdx.x / BLOCKS % p.splits;
+    const u32 wanted = blockIdx.x / p.splits;
+    const int split = blockIdx.x % p.splits;
     u32 seen = 0;
     int request = -1, first = 0, queries = 0, length = 0;
     u32 tile = 0;
@@ -174,8 +174,7 @@ __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
     const int per = chunks <= p.single_split_chunks ? chunks : (chunks + p.splits - 1) / p.splits;
     int lowest = 0x7FFFFFFF, highest = 0;
     for (int n = lane; n < TILE_N; n += 32) {
-        // A block's own rows come first.
-        const u32 r = tile * TILE_N + (n + blockIdx.x % BLOCKS * ROWS) % TILE_N;
+        const u32 r = tile * TILE_N + n;
         int visible = 0;
         int2 row = make_int2(-1, 0);
         const int t = r / p.heads;
@@ -217,8 +216,7 @@ __device__ __forceinline__ void clear_unclaimed(const Params& p, int lane) {
 
 // This split sees nothing of this tile.
 __device__ void publish_nothing(const Params& p, const Tile& s, int split) {
-    const int warps = blockDim.x >> 5;
-    for (int n = (threadIdx.x >> 5) + blockIdx.x % BLOCKS * warps; n < TILE_N; n += BLOCKS * warps) {
+    for (int n = threadIdx.x >> 5; n < TILE_N; n += blockDim.x >> 5) {
         const int2 row = s.row[n];
         if (row.x < 0) continue;
         const int lane = threadIdx.x & 31;
@@ -231,28 +229,26 @@ __device__ void publish_nothing(const Params& p, const Tile& s, int split) {
     }
 }
 
-[[maybe_unused]] constexpr u32 PUBLISHED_BYTES = ROWS * 4 + 4;
-
-// Softmax of a warpgroup over ROWS rows, a chunk at a time; SYNC is a barrier of its own.
+// Softmax of a warpgroup over the rows of the tile, a chunk at a time; SYNC is a barrier of its own.
 template <int SYNC>
 struct Softmax {
-    float base[ROWS / 4], total[ROWS / 4];  // of this thread's rows
+    float base[TILE_N / 4], total[TILE_N / 4];  // of this thread's rows
     float factor[GROUPS];                   // of one row per lane
     bool changed;
 
     __device__ __forceinline__ void begin(Reduction& s, int warp, int lane) {
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) base[i] = LOWEST, total[i] = 0.0f;
-        for (int n = lane; n < ROWS; n += 32) s.top[warp][n] = LOWEST;
+        for (int i = 0; i < TILE_N / 4; ++i) base[i] = LOWEST, total[i] = 0.0f;
+        for (int n = lane; n < TILE_N; n += 32) s.top[warp][n] = LOWEST;
         __syncwarp();
     }
 
     // Moves the bases of rows that this chunk's scores leave behind.
-    __device__ __forceinline__ void rebase(Reduction& s, const float (&acc)[ROWS / 2], float score_scale, int warp,
+    __device__ __forceinline__ void rebase(Reduction& s, const float (&acc)[TILE_N / 2], float score_scale, int warp,
                                            int lane) {
-        float most[ROWS / 4], lead = NONE;
+        float most[TILE_N / 4], lead = NONE;
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) {
+        for (int i = 0; i < TILE_N / 4; ++i) {
             most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
             lead = fmaxf(lead, fmaf(most[i], score_scale, -base[i]));
         }
@@ -271,14 +267,14 @@ struct Softmax {
             const int n = 32 * g + own;
             const float(&peer)[4][GROUPS * 32] = s.peer;
             const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * score_scale;
-            if (n >= ROWS) continue;
+            if (n >= TILE_N) continue;
             const float before = s.top[warp][n], top = found > before + SLACK ? found : before;
             factor[g] = exp2_fast(before - top);
             s.top[warp][n] = top;
         }
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < ROWS / 8; ++j) {
+        for (int j = 0; j < TILE_N / 8; ++j) {
             const float2 top = *(const float2*)&s.top[warp][8 * j + 2 * (lane & 3)];
             total[2 * j] *= exp2_fast(base[2 * j] - top.x);
             total[2 * j + 1] *= exp2_fast(base[2 * j + 1] - top.y);
@@ -286,10 +282,10 @@ struct Softmax {
         }
     }
 
-    // Scores [64, ROWS] become weights.
-    __device__ __forceinline__ void weigh(float (&acc)[ROWS / 2], float score_scale) {
+    // Scores [64, TILE_N] become weights.
+    __device__ __forceinline__ void weigh(float (&acc)[TILE_N / 2], float score_scale) {
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) {
+        for (int i = 0; i < TILE_N / 4; ++i) {
             float &first = acc[4 * (i >> 1) + (i & 1)], &second = acc[4 * (i >> 1) + 2 + (i & 1)];
             first = exp2_fast(fmaf(first, score_scale, -base[i]));
             second = exp2_fast(fmaf(second, score_scale, -base[i]));
@@ -302,17 +298,8 @@ struct Softmax {
         const int own = lane_column(lane);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
-            if (32 * g + own < ROWS) f.scale[32 * g + own] = factor[g];
+            if (32 * g + own < TILE_N) f.scale[32 * g + own] = factor[g];
         if (lane == 0) f.changed = changed;
-    }
-
-    // The same to another block, counted by its barrier.
-    __device__ __forceinline__ void publish_there(u32 factors, u32 barrier, int lane) const {
-        const int own = lane_column(lane);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
-            if (32 * g + own < ROWS) remote_store(factors + (32 * g + own) * 4, factor[g], barrier);
-        if (lane == 0) remote_store(factors + ROWS * 4, __int_as_float(changed), barrier);
     }
 
     // Every warp's sums into shared memory.
@@ -322,25 +309,18 @@ struct Softmax {
     }
 };
 
-// From the sums of the softmax warps: 1 / sum of the weights, and the LSEs of this split. One warp.
-__device__ __forceinline__ void finish_rows(const Params& p, const Tile& t, const Reduction& s, float* inverse, int split,
-                                            int lane) {
-    for (int n = lane; n < ROWS; n += 32) {
-        const float sum = (s.peer[0][n] + s.peer[1][n]) + (s.peer[2][n] + s.peer[3][n]);
-        inverse[n] = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const int2 row = t.row[n];
-        if (row.x < 0) continue;
-        const float lse = sum == 0.0f ? NONE : (s.top[0][n] + log2f(sum)) * LN2;
-        *partial_lse_at(p, split, row) = lse;
-        if (t.single) p.lse[row.x * p.lse_stride_query + row.y * p.lse_stride_head] = lse;
-    }
+// The LSE of a row of this split, whose weights relative to `base` (log2) have this sum.
+__device__ __forceinline__ void write_lse(const Params& p, const Tile& t, int2 row, float base, float sum, int split) {
+    const float lse = sum == 0.0f ? NONE : (base + log2f(sum)) * LN2;
+    *partial_lse_at(p, split, row) = lse;
+    if (t.single) p.lse[row.x * p.lse_stride_query + row.y * p.lse_stride_head] = lse;
 }
 
 // Scores of a chunk that reaches past what some row sees.
-__device__ __forceinline__ void hide_unseen(const Tile& t, float (&acc)[ROWS / 2], int chunk, int warp, int lane) {
+__device__ __forceinline__ void hide_unseen(const Tile& t, float (&acc)[TILE_N / 2], int chunk, int warp, int lane) {
     const int token = chunk * CHUNK + 16 * warp + (lane >> 2);
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) {
+    for (int i = 0; i < TILE_N / 2; ++i) {
         const int visible = t.visible[8 * (i >> 2) + 2 * (lane & 3) + (i & 1)];
         if (token + 4 * (i & 2) >= visible) acc[i] = NONE;
     }
@@ -376,8 +356,7 @@ __device__ __forceinline__ void scale_rows(float (&acc)[COUNT][TILE_N / 2], int 
 
 // Copies COUNT staged boxes of 64 bf16 columns, swizzled, to the output or to the split's partial.
 template <int COUNT>
-__device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 stage, int column, int step, int split,
-                                            int group) {
+__device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 stage, int column, int split, int group) {
     const int thread = threadIdx.x & 127;
     const i64 partial_row = (i64)split * p.max_total_q;
     writers_sync(group);
@@ -388,15 +367,15 @@ __device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 
         if (row.x < 0) continue;
         char* to = s.single ? p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head)
                             : p.partial_output + 2 * ((partial_row + row.x) * p.heads + row.y) * RANK;
-        *(uint4*)(to + 2 * (column + t * step + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
+        *(uint4*)(to + 2 * (column + 64 * t + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
     }
 }
 
-// Writes COUNT boxes of 64 output columns, the first at `column` and the others `step` further each. `stage` is
-// shared memory of the warpgroup, which is number `group` among those that write.
+// Writes COUNT boxes of 64 output columns from `column` on. `stage` is shared memory of the warpgroup, which is number
+// `group` among those that write.
 template <int COUNT>
 __device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[COUNT][TILE_N / 2],
-                                             u32 stage, int column, int step, int split, int group) {
+                                             u32 stage, int column, int split, int group) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
 #if PARTIAL_F32
     if (!s.single) {
@@ -408,8 +387,7 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
             for (int i = 0; i < TILE_N / 2; ++i) {
                 const int n = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
                 const int at = 16 * warp + (lane >> 2) + 4 * (i & 2);
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(stage + (n * STAGE_PITCH + at) * 4), "f"(acc[t][i])
-                             : "memory");
+                store_float(stage + (n * STAGE_PITCH + at) * 4, acc[t][i]);
             }
             writers_sync(group);
 #pragma unroll 4
@@ -417,7 +395,7 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
                 const int2 row = s.row[u >> 4];
                 if (row.x < 0) continue;
                 float* to = (float*)p.partial_output + ((partial_row + row.x) * p.heads + row.y) * RANK;
-                *(float4*)(to + column + t * step + 4 * (u & 15)) =
+                *(float4*)(to + column + 64 * t + 4 * (u & 15)) =
                     load_floats(stage + ((u >> 4) * STAGE_PITCH + 4 * (u & 15)) * 4);
             }
         }
@@ -426,7 +404,7 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
 #endif
 #pragma unroll
     for (int t = 0; t < COUNT; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
-    copy_staged<COUNT>(p, s, stage, column, step, split, group);
+    copy_staged<COUNT>(p, s, stage, column, split, group);
 }
 
 // Page ids of the chunks to come, a warp's worth at a time.
@@ -457,14 +435,27 @@ struct Pages {
         return first - base;
     }
 
-    // One box of `row_bytes` wide rows; lane 0 issues it.
-    __device__ __forceinline__ void load(const Params& p, const TensorMap* map, int chunk, int at, u32 to, int row_bytes,
-                                         int column, u32 full, int lane) const {
+    // One box; lane 0 issues it.
+    __device__ __forceinline__ void load(const Params& p, const TensorMap* map, int chunk, int at, u32 to, int column,
+                                         u32 full, int lane) const {
         const int row = (int)((i64)chunk * CHUNK % p.page_size);
-        if (lane == 0) barrier_expect(full, CHUNK * row_bytes);
+        if (lane == 0) barrier_expect(full, BOX_BYTES);
         for (int k = 0; k < per_chunk; ++k) {
             const int page = __shfl_sync(~0u, ids, at + k);
-            if (lane == 0) load_box(to + k * rows * row_bytes, map, column, row, page, full);
+            if (lane == 0) load_box(to + k * rows * 128, map, column, row, page, full);
         }
     }
 };
+
+// The first COUNT boxes of the query tile, swizzled as TMA would; rows of no query are 0.
+template <int COUNT>
+__device__ __forceinline__ void load_queries(const Params& p, const Tile& s, u32 q, int thread, int threads) {
+    for (int u = thread; u < TILE_N * COUNT * 8; u += threads) {
+        const int n = u / (COUNT * 8), unit = u % (COUNT * 8);
+        const int2 row = s.row[n];
+        const char* from = p.q + 2 * (max(row.x, 0) * p.q_stride_query + row.y * p.q_stride_head + 8 * unit);
+        load_async(q + (unit >> 3) * P_BYTES + n * 128 + (((unit & 7) ^ (n & 7)) << 4), from, row.x >= 0);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    proxy_fence();
+}
