@@ -1,4 +1,4 @@
-"""The GPU contract: every test runs for each backend that can run on the device here."""
+"""The GPU contract: every test runs for each backend that can run on the device here, of Hopper's for each tile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import densemla
+from densemla.backends import hopper
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -26,7 +27,15 @@ def _gpu_backends() -> list[str]:
     return [name for name in densemla.backend_names() if torch.cuda.is_available() and runs(name)]
 
 
-@pytest.fixture(params=_gpu_backends())
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
+def _contestants() -> list[str]:
+    """The backends, and ``hopper-N``: every plan with tiles of N rows, which its own choice keeps for long caches."""
+    found = _gpu_backends()
+    return found + [f"hopper-{rows}" for rows in hopper.TILES if "hopper" in found]
+
+
+@pytest.fixture(params=_contestants())
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name, _, rows = request.param.partition("-")
+    if rows:
+        monkeypatch.setattr(hopper, "tile_rows", lambda caps: int(rows))
     return name
