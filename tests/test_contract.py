@@ -252,6 +252,12 @@ def test_run_and_compile_want_a_binding() -> None:
             call(None)  # type: ignore[arg-type]
 
 
+def test_what_caps_came_to_stays_when_they_are_replaced() -> None:
+    caps = densemla.Caps(num_q_heads=16, q_dtype=torch.float16)
+    assert replace(caps, q_dtype=torch.bfloat16).output_dtype is torch.float16
+    assert replace(caps, q_dtype=torch.bfloat16, output_dtype=None).output_dtype is torch.bfloat16  # type: ignore[arg-type]
+
+
 def test_a_plan_says_what_it_supports(plan: densemla.Plan) -> None:
     for name in ("query_cache_seqlens", "cu_seqlens_q", "active_splits", "partial_dtype", "single_split_chunks"):
         assert plan.supports(name), name

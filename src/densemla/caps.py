@@ -45,6 +45,10 @@ class Caps:
             request the same bits under every plan.
         backend: ``"auto"`` or a name from ``densemla.backend_names()``.
 
+    Fields given as None hold what they came to once made, so ``dataclasses.replace`` keeps that: with another
+    ``q_dtype``, pass ``output_dtype=None`` too if it shall follow; likewise ``partial_dtype`` and
+    ``single_split_chunks`` to read the environment again.
+
     Raises:
         ContractError: a field is of the wrong type or out of range.
     """
