@@ -27,10 +27,10 @@ def load(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["small", "--limit=60", "--tile", "64x2"],
-        ["small", "--limit", "60", "--tile", "64x2"],
-        ["--limit", "60", "small", "--tile", "64x2"],
-        ["small", "--lim", "60", "--tile", "64x2"],
+        ["small", "--limit=60", "--tile", "48"],
+        ["small", "--limit", "60", "--tile", "48"],
+        ["--limit", "60", "small", "--tile", "48"],
+        ["small", "--lim", "60", "--tile", "48"],
     ],
 )
 def test_a_time_limit_is_not_handed_on(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_time_limit_is_not_handed_on(arguments: list[str], monkeypatch: pytest
     with pytest.raises(SystemExit) as ended:
         hopper_check.main()
     assert ended.value.code == 3
-    assert started == [[str(BENCHMARKS / "hopper_check.py"), "small", "--tile", "64x2"]]
+    assert started == [[str(BENCHMARKS / "hopper_check.py"), "small", "--tile", "48"]]
 
 
 def test_replays_are_watched_between_the_timed_region_and_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
