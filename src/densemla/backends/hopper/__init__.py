@@ -18,7 +18,7 @@ from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
 from .. import SPLIT_FEATURES, cuda, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
-from .source import BlockVariant, DecodeVariant, MergeVariant, RowsVariant
+from .source import DecodeVariant, MergeVariant, RowsVariant, SwappedVariant
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -53,7 +53,7 @@ _MULTIPROCESSORS = 132
 
 
 class _DecodeParams(ctypes.Structure):
-    """``Params`` of decode.cu."""
+    """``Params`` of tile.cu."""
 
     _fields_ = (
         ("q", ctypes.c_void_p),
@@ -225,7 +225,7 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
 
 def decode_variant(tile: int, partial_f32: bool) -> DecodeVariant:
     """The kernel for one of :data:`TILES`."""
-    return RowsVariant(partial_f32) if tile == 64 else BlockVariant(tile, partial_f32)
+    return RowsVariant(partial_f32) if tile == 64 else SwappedVariant(tile, partial_f32)
 
 
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:

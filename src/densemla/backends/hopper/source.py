@@ -31,8 +31,8 @@ class DecodeVariant(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockVariant:
-    """One block per tile: decode.cu."""
+class SwappedVariant:
+    """16 or 48 query rows a block, as columns of its products: decode_swapped.cu."""
 
     tile_rows: int
     """Query rows of a tile: a multiple of 8, 16 to 64."""
@@ -61,7 +61,7 @@ class BlockVariant:
 
     @property
     def _misc_bytes(self) -> int:
-        """``struct Shared`` of decode.cu, which asserts that it fits."""
+        """``struct Shared`` of decode_swapped.cu, which asserts that it fits."""
         return 544 + self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
 
     @property
@@ -79,7 +79,7 @@ class BlockVariant:
             "PARTIAL_F32": int(self.partial_f32),
         }
         products = (_mma("mma_scores", self.tile_rows), _mma("mma_values", self.tile_rows, transposed=True))
-        return _decode_source("decode.cu", sizes, *self._register_shares(), *products)
+        return _decode_source("decode_swapped.cu", sizes, *self._register_shares(), *products)
 
     def _register_shares(self) -> tuple[str, str, str]:
         """Registers for the warpgroups that accumulate, the one that scores, and the one that loads."""
@@ -96,7 +96,7 @@ class BlockVariant:
 
 @dataclass(frozen=True, slots=True)
 class RowsVariant:
-    """One block per tile of 64 rows, which are the M of its products: decode_rows.cu."""
+    """64 query rows a block, which are rows of its products too: decode_rows.cu."""
 
     partial_f32: bool
 

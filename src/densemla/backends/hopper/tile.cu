@@ -1,4 +1,4 @@
-// What the kernels share: finding the work of a block, the softmax of a chunk, and writing results.
+// What the decode kernels share: finding the work of a block, its queries and pages, and writing results.
 //
 // The kernel's file is preceded by TILE_N, query rows of a tile.
 
@@ -7,8 +7,6 @@ constexpr int RANK = 512;
 constexpr int BOXES = 9;  // of 64 columns, to a 576-wide row; the last is the rope part
 constexpr int BOX_BYTES = CHUNK * 128;
 constexpr int P_BYTES = TILE_N * 128;  // of a box of the query tile, and of a chunk's weights
-constexpr int GROUPS = (TILE_N + 31) / 32;  // one row per lane
-[[maybe_unused]] constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
 // Weights are relative to a base that follows the maximum only when it is left this far behind (log2): up to
@@ -42,91 +40,12 @@ struct Tile {
     int2 row[TILE_N];  // query index and head of a tile row; query < 0: no row
 };
 
-// What the accumulators are multiplied by before a chunk is added.
-struct alignas(16) Factors {
-    float scale[TILE_N];
-    int changed;
-};
-
-struct Reduction {
-    float peer[4][GROUPS * 32];      // what each softmax warp found
-    alignas(16) float top[4][TILE_N];  // the bases, a copy for each of them
-};
-
-template <int SIZE>
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    __device__ void advance(int by) {
-        slot += by;
-        if (slot >= SIZE) {
-            slot -= SIZE;
-            phase ^= 1;
-        }
-    }
-    __device__ Ring at(int by) const {
-        Ring r = *this;
-        r.advance(by);
-        return r;
-    }
-};
-
 // Elements that are NaN or infinite become 0.
 __device__ __forceinline__ u32 finite_pair(u32 pair) {
     constexpr u32 EXPONENT = 0x7F80u;
     if ((pair & EXPONENT) == EXPONENT) pair &= 0xFFFF0000u;
     if ((pair & (EXPONENT << 16)) == (EXPONENT << 16)) pair &= 0x0000FFFFu;
     return pair;
-}
-
-// Writes an accumulator [64, N] transposed: row n of the buffer holds its 64 values, swizzled.
-template <int HALF_N>
-__device__ __forceinline__ void store_transposed(u32 buffer, const float (&acc)[HALF_N], int warp, int lane) {
-    constexpr int EIGHTS = HALF_N / 4;
-    const int matrix = lane >> 3, line = lane & 7;
-    const u32 place = buffer + (8 * (matrix >> 1) + line) * 128 + (((2 * warp + (matrix & 1)) ^ line) << 4);
-#pragma unroll
-    for (int j = 0; j + 1 < EIGHTS; j += 2)
-        store_matrices(place + j * 1024, pack(acc[4 * j], acc[4 * j + 1]), pack(acc[4 * j + 2], acc[4 * j + 3]),
-                       pack(acc[4 * j + 4], acc[4 * j + 5]), pack(acc[4 * j + 6], acc[4 * j + 7]));
-    if constexpr (EIGHTS % 2)
-        store_matrices(place + (EIGHTS - 1) * 1024, pack(acc[4 * EIGHTS - 4], acc[4 * EIGHTS - 3]),
-                       pack(acc[4 * EIGHTS - 2], acc[4 * EIGHTS - 1]));
-}
-
-struct Max {
-    __device__ static float of(float a, float b) { return fmaxf(a, b); }
-    __device__ static float none() { return NONE; }
-};
-struct Sum {
-    __device__ static float of(float a, float b) { return a + b; }
-    __device__ static float none() { return 0.0f; }
-};
-
-// Reduces 32 columns over the lanes that share them; v holds columns 8 j + 2 (lane & 3) + e at 2 j + e.
-// Halving exchange: each lane ends with the one column lane_column(lane).
-template <class Op>
-__device__ __forceinline__ float reduce_group(const float (&columns)[TILE_N / 4], int group, int lane) {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int at = 8 * group + i;
-        v[i] = at < TILE_N / 4 ? columns[at < TILE_N / 4 ? at : 0] : Op::none();
-    }
-#pragma unroll
-    for (int width = 4; width > 0; width >>= 1) {
-        const bool upper = lane & (4 * width);
-#pragma unroll
-        for (int i = 0; i < width; ++i) {
-            const float keep = upper ? v[i + width] : v[i], give = upper ? v[i] : v[i + width];
-            v[i] = Op::of(keep, __shfl_xor_sync(~0u, give, 4 * width));
-        }
-    }
-    return v[0];
-}
-
-__device__ __forceinline__ int lane_column(int lane) {
-    return 8 * ((lane >> 3) & 3) + 2 * (lane & 3) + ((lane >> 2) & 1);
 }
 
 __device__ __forceinline__ float* partial_lse_at(const Params& p, int split, int2 row) {
@@ -229,101 +148,11 @@ __device__ void publish_nothing(const Params& p, const Tile& s, int split) {
     }
 }
 
-// Softmax of a warpgroup over the rows of the tile, a chunk at a time; SYNC is a barrier of its own.
-template <int SYNC>
-struct Softmax {
-    float base[TILE_N / 4], total[TILE_N / 4];  // of this thread's rows
-    float factor[GROUPS];                   // of one row per lane
-    bool changed;
-
-    __device__ __forceinline__ void begin(Reduction& s, int warp, int lane) {
-#pragma unroll
-        for (int i = 0; i < TILE_N / 4; ++i) base[i] = LOWEST, total[i] = 0.0f;
-        for (int n = lane; n < TILE_N; n += 32) s.top[warp][n] = LOWEST;
-        __syncwarp();
-    }
-
-    // Moves the bases of rows that this chunk's scores leave behind.
-    __device__ __forceinline__ void rebase(Reduction& s, const float (&acc)[TILE_N / 2], float score_scale, int warp,
-                                           int lane) {
-        float most[TILE_N / 4], lead = NONE;
-#pragma unroll
-        for (int i = 0; i < TILE_N / 4; ++i) {
-            most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
-            lead = fmaxf(lead, fmaf(most[i], score_scale, -base[i]));
-        }
-        changed = group_any<SYNC, 128>(lead > SLACK);
-        if (!changed) {
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) factor[g] = 1.0f;
-            return;
-        }
-        const int own = lane_column(lane);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + own] = reduce_group<Max>(most, g, lane);
-        group_sync<SYNC, 128>();
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-            const int n = 32 * g + own;
-            const float(&peer)[4][GROUPS * 32] = s.peer;
-            const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * score_scale;
-            if (n >= TILE_N) continue;
-            const float before = s.top[warp][n], top = found > before + SLACK ? found : before;
-            factor[g] = exp2_fast(before - top);
-            s.top[warp][n] = top;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < TILE_N / 8; ++j) {
-            const float2 top = *(const float2*)&s.top[warp][8 * j + 2 * (lane & 3)];
-            total[2 * j] *= exp2_fast(base[2 * j] - top.x);
-            total[2 * j + 1] *= exp2_fast(base[2 * j + 1] - top.y);
-            base[2 * j] = top.x, base[2 * j + 1] = top.y;
-        }
-    }
-
-    // Scores [64, TILE_N] become weights.
-    __device__ __forceinline__ void weigh(float (&acc)[TILE_N / 2], float score_scale) {
-#pragma unroll
-        for (int i = 0; i < TILE_N / 4; ++i) {
-            float &first = acc[4 * (i >> 1) + (i & 1)], &second = acc[4 * (i >> 1) + 2 + (i & 1)];
-            first = exp2_fast(fmaf(first, score_scale, -base[i]));
-            second = exp2_fast(fmaf(second, score_scale, -base[i]));
-            total[i] += first + second;
-        }
-    }
-
-    // One warp.
-    __device__ __forceinline__ void publish(Factors& f, int lane) const {
-        const int own = lane_column(lane);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
-            if (32 * g + own < TILE_N) f.scale[32 * g + own] = factor[g];
-        if (lane == 0) f.changed = changed;
-    }
-
-    // Every warp's sums into shared memory.
-    __device__ __forceinline__ void gather(Reduction& s, int warp, int lane) const {
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + lane_column(lane)] = reduce_group<Sum>(total, g, lane);
-    }
-};
-
 // The LSE of a row of this split, whose weights relative to `base` (log2) have this sum.
 __device__ __forceinline__ void write_lse(const Params& p, const Tile& t, int2 row, float base, float sum, int split) {
     const float lse = sum == 0.0f ? NONE : (base + log2f(sum)) * LN2;
     *partial_lse_at(p, split, row) = lse;
     if (t.single) p.lse[row.x * p.lse_stride_query + row.y * p.lse_stride_head] = lse;
-}
-
-// Scores of a chunk that reaches past what some row sees.
-__device__ __forceinline__ void hide_unseen(const Tile& t, float (&acc)[TILE_N / 2], int chunk, int warp, int lane) {
-    const int token = chunk * CHUNK + 16 * warp + (lane >> 2);
-#pragma unroll
-    for (int i = 0; i < TILE_N / 2; ++i) {
-        const int visible = t.visible[8 * (i >> 2) + 2 * (lane & 3) + (i & 1)];
-        if (token + 4 * (i & 2) >= visible) acc[i] = NONE;
-    }
 }
 
 // Values of rows that some query must not see: those that no query sees become 0, and of the others what
@@ -342,18 +171,6 @@ __device__ __forceinline__ void clean_box(const Tile& t, int chunk, u32 box, int
     }
 }
 
-// Factors of 8 neighbouring rows, of which a thread holds two columns of the accumulator.
-template <int COUNT>
-__device__ __forceinline__ void scale_rows(float (&acc)[COUNT][TILE_N / 2], int block, float2 by) {
-#pragma unroll
-    for (int t = 0; t < COUNT; ++t) {
-        acc[t][4 * block] *= by.x;
-        acc[t][4 * block + 1] *= by.y;
-        acc[t][4 * block + 2] *= by.x;
-        acc[t][4 * block + 3] *= by.y;
-    }
-}
-
 // Copies COUNT staged boxes of 64 bf16 columns, swizzled, to the output or to the split's partial.
 template <int COUNT>
 __device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 stage, int column, int split, int group) {
@@ -369,42 +186,6 @@ __device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 
                             : p.partial_output + 2 * ((partial_row + row.x) * p.heads + row.y) * RANK;
         *(uint4*)(to + 2 * (column + 64 * t + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
     }
-}
-
-// Writes COUNT boxes of 64 output columns from `column` on. `stage` is shared memory of the warpgroup, which is number
-// `group` among those that write.
-template <int COUNT>
-__device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[COUNT][TILE_N / 2],
-                                             u32 stage, int column, int split, int group) {
-    const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-#if PARTIAL_F32
-    if (!s.single) {
-        const i64 partial_row = (i64)split * p.max_total_q;
-#pragma unroll
-        for (int t = 0; t < COUNT; ++t) {
-            if (t) writers_sync(group);
-#pragma unroll
-            for (int i = 0; i < TILE_N / 2; ++i) {
-                const int n = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
-                const int at = 16 * warp + (lane >> 2) + 4 * (i & 2);
-                store_float(stage + (n * STAGE_PITCH + at) * 4, acc[t][i]);
-            }
-            writers_sync(group);
-#pragma unroll 4
-            for (int u = thread; u < TILE_N * 16; u += 128) {
-                const int2 row = s.row[u >> 4];
-                if (row.x < 0) continue;
-                float* to = (float*)p.partial_output + ((partial_row + row.x) * p.heads + row.y) * RANK;
-                *(float4*)(to + column + 64 * t + 4 * (u & 15)) =
-                    load_floats(stage + ((u >> 4) * STAGE_PITCH + 4 * (u & 15)) * 4);
-            }
-        }
-        return;
-    }
-#endif
-#pragma unroll
-    for (int t = 0; t < COUNT; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
-    copy_staged<COUNT>(p, s, stage, column, split, group);
 }
 
 // Page ids of the chunks to come, a warp's worth at a time.
