@@ -393,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     // Through a shuffle, so that the compiler knows that a warp takes one branch.
     const int warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     const int split = blockIdx.x % p.splits;
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_dependents();
     if (warp == 0) locate(p, s.tile, lane);
     if (warp == 1) {
         for (int i = lane; i < SLOTS; i += 32) {
@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             barrier_init(shared_address(&s.p_ready[lane]), 4);
             barrier_init(shared_address(&s.p_free[lane]), 8);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_init_fence();
     }
     __syncthreads();
     if (s.tile.request < 0 || s.tile.begin >= s.tile.end) {

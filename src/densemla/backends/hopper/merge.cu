@@ -1,15 +1,11 @@
 // Merges the partials of rows that more than one split scanned. One unit is 256 columns of one row, shared
 // by UNIT_WARPS warps that take the splits in turn; the order of every sum is fixed by the split numbers.
 
-typedef unsigned int u32;
-typedef long long i64;
-
 constexpr int CHUNK = 64;
 constexpr int RANK = 512;
 constexpr int BATCH = 8 >> PARTIAL_F32;
 constexpr float LOG2E = 1.442695040888963407f;
 constexpr float LN2 = 0.693147180559945309f;
-#define NONE __int_as_float(0xff800000)
 
 struct Params {
     char* output;
@@ -25,20 +21,8 @@ struct Params {
     int splits, single_split_chunks;
 };
 
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
 
 // Splits of the row's request that scan anything; 0 for a row of no request.
 __device__ __forceinline__ int live_splits(const Params& p, int query, int lane) {
@@ -103,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     const i64 row = unit >> 1;
     const int half = unit & 1, query = (int)(row / p.heads), head = (int)(row % p.heads);
     const int live = query < p.total_q ? live_splits(p, query, lane) : 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    await_dependencies();
     float acc[8] = {}, total = 0.0f, top = NONE;
     if (live > 1) {
         const i64 step = (i64)p.max_total_q * p.heads;

@@ -10,10 +10,18 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
+// Programmatic dependent launch: lets the next kernel begin; waits for the one before.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
@@ -149,3 +157,5 @@ __device__ __forceinline__ void store_16(u32 address, uint4 v) {
 __device__ __forceinline__ void load_async(u32 to, const char* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
+
+__device__ __forceinline__ void await_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -148,6 +148,7 @@ class MergeVariant:
             (
                 f"#define UNIT_WARPS {self.unit_warps}",
                 f"#define PARTIAL_F32 {int(self.partial_f32)}",
+                _file("primitives.cu"),
                 _file("merge.cu"),
             )
         )

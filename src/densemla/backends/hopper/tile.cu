@@ -237,6 +237,6 @@ __device__ __forceinline__ void load_queries(const Params& p, const Tile& s, u32
         const char* from = p.q + 2 * (max(row.x, 0) * p.q_stride_query + row.y * p.q_stride_head + 8 * unit);
         load_async(q + (unit >> 3) * P_BYTES + n * 128 + (((unit & 7) ^ (n & 7)) << 4), from, row.x >= 0);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_loads();
     proxy_fence();
 }
