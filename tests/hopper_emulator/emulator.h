@@ -1,0 +1,494 @@
+// Runs the Hopper kernels on a CPU, one block at a time: what primitives.cu wraps and what CUDA C++ has built in.
+//
+// A thread of the block is a fiber. Fibers, TMA loads and products run in a random order, as early or as late as
+// barriers and waits allow, some warps much slower than others: a missing wait shows as a wrong answer, and a wait too
+// many as a deadlock. Not emulated: memory visibility (fences do nothing) and the registers of products in flight.
+
+#include <csetjmp>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ SHARED_STORAGE
+
+struct int2 { int x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+template <class To, class From>
+To reinterpreted(From v) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &v, sizeof to);
+    return to;
+}
+inline float __int_as_float(unsigned v) { return reinterpreted<float>(v); }
+inline float __uint_as_float(unsigned v) { return reinterpreted<float>(v); }
+inline int __float_as_int(float v) { return reinterpreted<int>(v); }
+inline int __ffs(unsigned v) { return __builtin_ffs(v); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+template <class T>
+T __ldcs(const T* p) { return *p; }
+template <class A, class B>
+auto max(A a, B b) { return a > b ? a : b; }
+template <class A, class B>
+auto min(A a, B b) { return a < b ? a : b; }
+using std::fmaxf, std::fmaf, std::log2f;
+
+constexpr int SHARED_BYTES = 227 * 1024;
+alignas(1024) char memory[SHARED_BYTES];
+
+namespace emulated {
+
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+struct Index { u32 x; };
+Index block, blocks, threads;
+
+enum Kind { READY, MBARRIER, NAMED, WARP, PRODUCTS };
+
+// What a fiber waits for.
+struct Wait {
+    Kind kind = READY;
+    u32 which = 0;
+    u64 until = 0;
+};
+
+struct Fiber {
+    Index index;
+    Wait wait;
+    bool started = false, done = false;
+    u64 products = 0;           // issued
+    std::vector<u64> commits;   // products issued before each
+    jmp_buf at;
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+};
+
+struct Mbarrier { int count = 0, pending = 0; int64_t bytes = 0; u64 phase = 0; };
+struct Named { u32 arrived = 0, any = 0, result[2]; u64 generation = 0; };
+struct Warp { u64 value[2][32], generation = 0; u32 arrived = 0; };
+
+struct Product {
+    int columns, a_transposed, b_transposed, keep;
+    bool a_in_registers;
+    u64 a, b;
+    float* d[128];
+    const u32* registers[128];
+    int issued = 0;
+};
+struct Warpgroup { std::deque<Product> products; u64 done = 0; };
+
+struct Load { u32 to; const u64* map; int column, row, page; u32 barrier; };
+
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+std::vector<Warpgroup> groups;
+std::vector<Load> loads;
+std::vector<Mbarrier> mbarriers;
+Named named[16];
+Fiber* current;
+jmp_buf scheduler;
+void (*entry)();
+std::mt19937_64 chance;
+char failure[256];
+
+[[noreturn]] void fail(const char* what, u64 a = 0, u64 b = 0) {
+    std::snprintf(failure, sizeof failure, "block %u thread %u: %s (%llu, %llu)", block.x, current ? current->index.x : 0,
+                  what, (unsigned long long)a, (unsigned long long)b);
+    _longjmp(scheduler, 2);
+}
+
+char* at(u32 address, u32 bytes) {
+    if (address + bytes > SHARED_BYTES || address % (bytes < 16 ? bytes : 16)) fail("a bad shared address", address, bytes);
+    return memory + address;
+}
+
+Mbarrier& mbarrier(u32 address) {
+    if (address % 8 || address >= SHARED_BYTES) fail("a bad mbarrier", address);
+    Mbarrier& b = mbarriers[address / 8];
+    if (!b.count) fail("an mbarrier used before its init", address);
+    return b;
+}
+
+void settle(Mbarrier& b) {
+    if (b.pending < 0) fail("too many arrivals at an mbarrier");
+    if (b.pending || b.bytes) return;
+    b.pending = b.count;
+    ++b.phase;
+}
+
+bool over(const Wait& w) {
+    switch (w.kind) {
+        case MBARRIER: return (mbarriers[w.which / 8].phase & 1) != w.until;
+        case NAMED: return named[w.which].generation > w.until;
+        case WARP: return warps[w.which].generation > w.until;
+        case PRODUCTS: return groups[w.which].done >= w.until;
+        default: return true;
+    }
+}
+
+__attribute__((noinline)) void wait_for(Wait w) {
+    if (over(w)) return;
+    current->wait = w;
+    if (!_setjmp(current->at)) _longjmp(scheduler, 1);
+}
+
+u64 (*exchange(u64 mine))[32] {
+    const u32 number = current->index.x / 32;
+    Warp& w = warps[number];
+    const u64 generation = w.generation;
+    w.value[generation & 1][current->index.x % 32] = mine;
+    if (++w.arrived == 32) {
+        w.arrived = 0;
+        ++w.generation;
+    } else {
+        wait_for({WARP, number, generation});
+    }
+    return &warps[number].value[generation & 1];
+}
+
+u32 named_barrier(u32 id, u32 count, bool mine) {
+    Named& b = named[id];
+    const u64 generation = b.generation;
+    b.any |= mine;
+    if (++b.arrived == count) {
+        b.result[generation & 1] = b.any;
+        b.arrived = b.any = 0;
+        ++b.generation;
+    } else {
+        wait_for({NAMED, id, generation});
+    }
+    return named[id].result[generation & 1];
+}
+
+float bf16_at(u32 address) {
+    const u32 swizzled = address ^ ((address >> 7 & 7) << 4);
+    uint16_t bits;
+    std::memcpy(&bits, at(swizzled, 2), 2);
+    return reinterpreted<float>((u32)bits << 16);
+}
+
+// An operand in shared memory, [rows, 16], by its descriptor: PTX, "Asynchronous Warpgroup Level Matrix Shared Memory
+// Layout".
+void read_operand(u64 descriptor, int rows, bool transposed, float (*to)[16]) {
+    if (descriptor >> 62 != 1) fail("an operand without 128-byte swizzle");
+    const u32 start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4,
+              stride = (descriptor >> 32 & 0x3FFF) << 4;
+    for (int r = 0; r < rows; ++r)
+        for (int k = 0; k < 16; ++k)
+            to[r][k] = bf16_at(transposed ? start + r / 64 * leading + r % 64 * 2 + k / 8 * stride + k % 8 * 128
+                                          : start + r / 8 * stride + r % 8 * 128 + k * 2);
+}
+
+void multiply(const Product& p) {
+    static float a[64][16], b[256][16];
+    if (p.a_in_registers) {
+        for (int t = 0; t < 128; ++t)
+            for (int i = 0; i < 8; ++i) {
+                const int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), k = t % 4 * 2 + i % 2 + 8 * (i / 4);
+                a[row][k] = reinterpreted<float>(p.registers[t][i / 2] >> 16 * (i % 2) << 16);
+            }
+    } else {
+        read_operand(p.a, 64, p.a_transposed, a);
+    }
+    read_operand(p.b, p.columns, p.b_transposed, b);
+    for (int t = 0; t < 128; ++t)
+        for (int i = 0; i < p.columns / 2; ++i) {
+            const int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + t % 4 * 2 + i % 2;
+            float sum = 0.0f;
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * b[column][k];
+            p.d[t][i] = p.keep ? p.d[t][i] + sum : sum;
+        }
+}
+
+void issue(const Product& like, float* d, const u32* registers) {
+    const u32 thread = current->index.x % 128;
+    Warpgroup& g = groups[current->index.x / 128];
+    const u64 place = current->products++ - g.done;
+    if (place == g.products.size()) g.products.push_back(like);
+    Product& p = g.products[place];
+    if (p.a != like.a || p.b != like.b || p.keep != like.keep || p.columns != like.columns)
+        fail("threads of a warpgroup issue different products", like.a, like.b);
+    p.d[thread] = d;
+    p.registers[thread] = registers;
+    ++p.issued;
+}
+
+bool multiply_next(Warpgroup& g) {
+    if (g.products.empty() || g.products.front().issued < 128) return false;
+    multiply(g.products.front());
+    g.products.pop_front();
+    ++g.done;
+    return true;
+}
+
+// Rows of 128 bytes of a tensor [pages, rows, columns] of bf16 into swizzled shared memory; zeros outside of it.
+void complete(const Load& l) {
+    const u64 *sizes = l.map + 1, *strides = l.map + 4, *box = l.map + 6;
+    for (u64 r = 0; r < box[1]; ++r)
+        for (u64 c = 0; c < box[0]; ++c) {
+            const u64 column = l.column + c, row = l.row + r;
+            uint16_t v = 0;
+            if (column < sizes[0] && row < sizes[1] && (u64)l.page < sizes[2])
+                std::memcpy(&v, (const char*)l.map[0] + l.page * strides[1] + row * strides[0] + 2 * column, 2);
+            const u32 address = l.to + r * 128 + 2 * c;
+            std::memcpy(at(address ^ ((address >> 7 & 7) << 4), 2), &v, 2);
+        }
+    Mbarrier& b = mbarrier(l.barrier);
+    b.bytes -= box[0] * box[1] * 2;
+    settle(b);
+}
+
+bool complete_any() {
+    if (loads.empty()) return false;
+    const size_t i = chance() % loads.size();
+    const Load l = loads[i];
+    loads[i] = loads.back();
+    loads.pop_back();
+    complete(l);
+    return true;
+}
+
+void trampoline() {
+    entry();
+    current->done = true;
+    _longjmp(scheduler, 1);
+}
+
+void resume(Fiber& f) {
+    current = &f;
+    f.wait.kind = READY;
+    if (_setjmp(scheduler)) return;
+    if (f.started) _longjmp(f.at, 1);
+    f.started = true;
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.get();
+    f.context.uc_stack.ss_size = 1 << 16;
+    makecontext(&f.context, trampoline, 0);
+    setcontext(&f.context);
+}
+
+void run_block() {
+    const u32 count = threads.x;
+    std::memset(memory, 0xFF, sizeof memory);
+    warps.assign(count / 32, {});
+    groups.assign((count + 127) / 128, {});
+    mbarriers.assign(SHARED_BYTES / 8, {});
+    loads.clear();
+    for (Named& n : named) n = {};
+    fibers.resize(count);
+    for (u32 t = 0; t < count; ++t) {
+        Fiber& f = fibers[t];
+        f.index.x = t;
+        f.wait = {};
+        f.started = f.done = false;
+        f.products = 0;
+        f.commits.clear();
+        if (!f.stack) f.stack.reset(new char[1 << 16]);
+    }
+    // Per mille: of skipping a warp in a round, of a product or load being carried out in it.
+    u32 skip[32] = {}, products = 1000, landings = 1000;
+    for (u64 round = 0;; ++round) {
+        if (round % 64 == 0) {
+            constexpr u32 SKIPS[] = {0, 0, 500, 950}, RATES[] = {1000, 300, 20};
+            for (u32& each : skip) each = SKIPS[chance() % 4];
+            products = RATES[chance() % 3];
+            landings = RATES[chance() % 3];
+        }
+        bool moved = false, alive = false;
+        if (_setjmp(scheduler)) return;  // what fails outside of a fiber
+        for (Warpgroup& g : groups)
+            while (chance() % 1000 < products && multiply_next(g)) moved = true;
+        while (chance() % 1000 < landings && complete_any()) moved = true;
+        for (u32 w = 0, first = chance() % warps.size(); w < warps.size(); ++w) {
+            const u32 warp = (w + first) % warps.size();
+            const bool skipped = chance() % 1000 < skip[warp];
+            for (u32 t = 32 * warp; t < 32 * warp + 32; ++t) {
+                Fiber& f = fibers[t];
+                if (f.done) continue;
+                alive = true;
+                if (!over(f.wait)) continue;
+                moved = true;  // it could
+                if (!skipped) resume(f);
+                if (failure[0]) return;
+            }
+        }
+        current = nullptr;
+        if (!alive) break;
+        if (moved) continue;
+        if (_setjmp(scheduler)) return;
+        for (Warpgroup& g : groups) moved |= multiply_next(g);
+        if (moved || complete_any()) continue;
+        for (Fiber& f : fibers)
+            if (!f.done) {
+                current = &f;
+                std::snprintf(failure, sizeof failure, "block %u: deadlock; thread %u waits for kind %d, %u, %llu", block.x,
+                              f.index.x, f.wait.kind, f.wait.which, (unsigned long long)f.wait.until);
+                return;
+            }
+    }
+    if (!loads.empty()) std::snprintf(failure, sizeof failure, "block %u ended with loads in flight", block.x);
+    for (Warpgroup& g : groups)
+        if (!g.products.empty()) std::snprintf(failure, sizeof failure, "block %u ended with products in flight", block.x);
+}
+
+}  // namespace emulated
+
+#define threadIdx (emulated::current->index)
+#define blockIdx (emulated::block)
+#define gridDim (emulated::blocks)
+#define blockDim (emulated::threads)
+
+inline unsigned __cvta_generic_to_shared(const void* p) { return (unsigned)((const char*)p - memory); }
+inline void __syncthreads() { emulated::named_barrier(0, emulated::threads.x, false); }
+inline void __syncwarp() { emulated::exchange(0); }
+template <class T>
+T __shfl_sync(unsigned, T v, int from) {
+    return reinterpreted<T>((uint32_t)(*emulated::exchange(reinterpreted<uint32_t>(v)))[from & 31]);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T v, int by) { return __shfl_sync(mask, v, (threadIdx.x % 32) ^ by); }
+template <class T>
+T __shfl_up_sync(unsigned mask, T v, int by) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(mask, v, lane < by ? lane : lane - by);
+}
+inline unsigned __ballot_sync(unsigned, bool mine) {
+    const auto& all = *emulated::exchange(mine);
+    unsigned votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= (unsigned)all[i] << i;
+    return votes;
+}
+inline bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
+inline int __reduce_min_sync(unsigned, int v) {
+    const auto& all = *emulated::exchange((uint32_t)v);
+    for (int i = 0; i < 32; ++i) v = min(v, (int)(uint32_t)all[i]);
+    return v;
+}
+inline int __reduce_max_sync(unsigned, int v) {
+    const auto& all = *emulated::exchange((uint32_t)v);
+    for (int i = 0; i < 32; ++i) v = max(v, (int)(uint32_t)all[i]);
+    return v;
+}
+
+// What primitives.cu writes in PTX.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct TensorMap;
+
+inline void launch_dependents() {}
+inline void await_dependencies() {}
+inline void await_loads() {}
+inline void barrier_init_fence() {}
+inline void proxy_fence() {}
+inline void mma_fence() {}
+
+inline void barrier_init(u32 barrier, u32 arrivals) {
+    emulated::at(barrier, 8);
+    emulated::mbarriers[barrier / 8] = {(int)arrivals, (int)arrivals, 0, 0};
+}
+inline void barrier_arrive(u32 barrier) {
+    emulated::Mbarrier& b = emulated::mbarrier(barrier);
+    --b.pending;
+    emulated::settle(b);
+}
+inline void barrier_expect(u32 barrier, u32 bytes) {
+    emulated::mbarrier(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+    emulated::mbarrier(barrier);
+    emulated::wait_for({emulated::MBARRIER, barrier, parity});
+}
+template <int ID, int THREADS>
+void group_sync() { emulated::named_barrier(ID, THREADS, false); }
+template <int ID, int THREADS>
+bool group_any(bool mine) { return emulated::named_barrier(ID, THREADS, mine); }
+inline void writers_sync(int group) { emulated::named_barrier(4 + group, 128, false); }
+
+inline void load_box(u32 to, const TensorMap* map, int column, int row, int page, u32 barrier) {
+    emulated::loads.push_back({to, (const uint64_t*)map, column, row, page, barrier});
+}
+
+inline void mma_commit() { emulated::current->commits.push_back(emulated::current->products); }
+template <int PENDING>
+void mma_wait() {
+    const auto& commits = emulated::current->commits;
+    if (commits.size() > PENDING)
+        emulated::wait_for({emulated::PRODUCTS, threadIdx.x / 128, commits[commits.size() - PENDING - 1]});
+}
+template <int COUNT>
+void pin(float (&acc)[COUNT]) { asm volatile("" ::"r"(acc) : "memory"); }
+
+template <int COLUMNS, int A_TRANSPOSED, int B_TRANSPOSED>
+void emulated_mma(float (&d)[COLUMNS / 2], u64 a, u64 b, int keep) {
+    emulated::issue({COLUMNS, A_TRANSPOSED, B_TRANSPOSED, keep, false, a, b}, d, nullptr);
+}
+template <int COLUMNS, int B_TRANSPOSED>
+void emulated_mma(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, int keep) {
+    emulated::issue({COLUMNS, 0, B_TRANSPOSED, keep, true, 0, b}, d, a);
+}
+
+inline float exp2_fast(float x) {
+    const float y = std::exp2(x);
+    return y < 1.17549435e-38f ? 0.0f * y : y;
+}
+inline u32 bf16_bits(float v) {
+    const u32 bits = reinterpreted<u32>(v);
+    return v != v ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack(float low, float high) { return bf16_bits(high) << 16 | bf16_bits(low); }
+
+// Matrices of 8 x 8 bf16, row r of matrix i to the address of lane 8 i + r.
+inline void store_fragments(u32 address, const u32* fragments, int count, bool transposed) {
+    const auto& places = *emulated::exchange(address);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < count; ++i)
+        for (int e = 0; e < 2; ++e) {
+            const int row = lane / 4, column = lane % 4 * 2 + e;
+            const uint16_t v = fragments[i] >> 16 * e;
+            const u32 to = (u32)places[8 * i + (transposed ? column : row)];
+            std::memcpy(emulated::at(to, 16) + 2 * (transposed ? row : column), &v, 2);
+        }
+}
+inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    const u32 fragments[] = {a, b, c, d};
+    store_fragments(address, fragments, 4, true);
+}
+inline void store_matrices(u32 address, u32 a, u32 b) {
+    const u32 fragments[] = {a, b};
+    store_fragments(address, fragments, 2, true);
+}
+inline void store_rows(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    const u32 fragments[] = {a, b, c, d};
+    store_fragments(address, fragments, 4, false);
+}
+inline uint4 load_16(u32 address) { return *(const uint4*)emulated::at(address, 16); }
+inline void store_16(u32 address, uint4 v) { *(uint4*)emulated::at(address, 16) = v; }
+inline void store_float(u32 address, float v) { *(float*)emulated::at(address, 4) = v; }
+inline void load_async(u32 to, const char* from, bool real) {
+    if (real)
+        std::memcpy(emulated::at(to, 16), from, 16);
+    else
+        std::memset(emulated::at(to, 16), 0, 16);
+}
