@@ -65,6 +65,7 @@ def make_step(
     spare_rows: int = 0,
     poison: bool = True,
     active: int | None = None,
+    fp8: bool = False,
 ) -> Step:
     device = torch.device("cuda")
     total = sum(counts) + spare_rows
@@ -78,6 +79,7 @@ def make_step(
         max_total_q=total,
         max_batch=len(lengths),
         max_cache_tokens=max(*lengths, 1),
+        kv_dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
         partial_dtype=partial_dtype,
         single_split_chunks=single_split_chunks,
         num_splits=num_splits,
@@ -96,6 +98,8 @@ def make_step(
             cache[order[used - 1].long(), lengths[i] % page_size :] = math.nan
     if poison:
         cache[order[used:].long()] = math.nan
+    if fp8:
+        cache = cache.to(torch.float8_e4m3fn)
     cu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu[1:] = torch.tensor(counts).cumsum(0)
     visible = None
@@ -121,6 +125,7 @@ def make_step(
         cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
         cu_seqlens_q=cu.to(device),
         query_cache_seqlens=visible,
+        kv_scale=1.0 if fp8 else None,
         sm_scale=SM_SCALE,
         active_splits=active,
     )
@@ -141,7 +146,7 @@ def reference(step: Step, requests: list[int] | None = None) -> tuple[torch.Tens
             continue
         covered[start:first] = True
         pages = -(-length // b.kv_cache.shape[1])
-        rows = b.kv_cache[b.page_table[i, :pages].long()].reshape(-1, 576)[:length].double()
+        rows = b.kv_cache[b.page_table[i, :pages].long()].float().reshape(-1, 576)[:length].double()
         for t in range(count):
             seen = max(length - count + 1 + t, 0)
             if b.query_cache_seqlens is not None:
@@ -174,7 +179,7 @@ def force(tile: int | None) -> None:
         hopper.tile_rows = lambda caps: tile
 
 
-def small(backend: str, tile: int | None) -> None:
+def small(backend: str, tile: int | None, fp8: bool) -> None:
     force(tile)
     torch.manual_seed(1)
     f32, bf16 = torch.float32, torch.bfloat16
@@ -197,7 +202,7 @@ def small(backend: str, tile: int | None) -> None:
         ("long", ([70000, 5000], [1, 1], 96), {"num_splits": 8, "single_split_chunks": 0}),
         ("long f32", ([70000, 5000], [2, 1], 96), {"num_splits": 8, "single_split_chunks": 0, "partial_dtype": f32}),
     ):
-        step = make_step(*args, backend=backend, **{"partial_dtype": bf16, **options})
+        step = make_step(*args, backend=backend, fp8=fp8, **{"partial_dtype": bf16, **options})
         densemla.compile(step.binding)
         densemla.run(step.binding)
         torch.cuda.synchronize()
@@ -234,7 +239,9 @@ def time_graph(binding: densemla.Binding, runs: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / runs
 
 
-def anchor(backend: str, index: int, tile: int | None, partial: str, num_splits: int | None, check: bool) -> None:
+def anchor(
+    backend: str, index: int, tile: int | None, partial: str, num_splits: int | None, check: bool, fp8: bool
+) -> None:
     batch, tokens, heads, queries, flash = ANCHORS[index]
     force(tile)
     dtype = torch.float32 if partial == "f32" else torch.bfloat16
@@ -247,8 +254,9 @@ def anchor(backend: str, index: int, tile: int | None, partial: str, num_splits:
         partial_dtype=dtype,
         poison=False,
         num_splits=num_splits,
+        fp8=fp8,
     )
-    nbytes, flops = batch * tokens * 1152, 2 * batch * queries * heads * tokens * 1088
+    nbytes, flops = batch * tokens * (576 if fp8 else 1152), 2 * batch * queries * heads * tokens * 1088
     floor = max(nbytes / COPY_TBS / 1e6, flops / MATMUL_TFLOPS / 1e6)
     us = time_graph(step.binding, 10)
     out, lse = errors(step, [0]) if check else (math.nan, math.nan)
@@ -277,6 +285,7 @@ def main() -> None:
     parser.add_argument("--partial", default="bf16")
     parser.add_argument("--splits", type=int)
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="the cache in float8_e4m3fn")
     parser.add_argument("--limit", type=int, help="run in a process with this time limit in seconds")
     args = parser.parse_args()
     if args.limit:
@@ -289,10 +298,10 @@ def main() -> None:
             print(f"-- HUNG after {args.limit} s: {' '.join(command[2:])}", flush=True)
             sys.exit(1)
     if args.what == "small":
-        small(args.backend, args.tile)
+        small(args.backend, args.tile, args.fp8)
     else:
         for index in map(int, args.cases.split(",")):
-            anchor(args.backend, index, args.tile, args.partial, args.splits, not args.no_check)
+            anchor(args.backend, index, args.tile, args.partial, args.splits, not args.no_check, args.fp8)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,16 @@ import torch
 import densemla
 from densemla.backends import hopper
 from densemla.backends.hopper.driver import compile_cubin, find_compiler
-from densemla.backends.hopper.source import SHARED_MEMORY, MergeVariant
+from densemla.backends.hopper.source import SHARED_MEMORY, Formats, MergeVariant
 
 NVCC = shutil.which("nvcc")
+FORMATS = (
+    Formats(),
+    Formats(partial_f32=True),
+    Formats(q_fp8=True),
+    Formats(kv_fp8=True),
+    Formats(partial_f32=True, q_fp8=True, kv_fp8=True),
+)
 
 
 def ptxas_report(source: str, tmp_path: Path) -> str:
@@ -44,11 +51,11 @@ def assert_clean(report: str) -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize("rows", hopper.TILES)
-@pytest.mark.parametrize("partial_f32", [False, True])
+@pytest.mark.parametrize("formats", FORMATS)
 def test_the_decode_kernel_compiles_without_spills_or_serialised_products(
-    rows: int, partial_f32: bool, tmp_path: Path
+    rows: int, formats: Formats, tmp_path: Path
 ) -> None:
-    variant = hopper.decode_variant(rows, partial_f32)
+    variant = hopper.decode_variant(rows, formats)
     assert_clean(ptxas_report(variant.source(), tmp_path))
 
 
@@ -61,13 +68,14 @@ def test_the_merge_kernel_compiles_without_spills(unit_warps: int, partial_f32: 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs NVRTC")
 def test_nvrtc_builds_what_nvcc_builds() -> None:
-    cubin = compile_cubin(hopper.decode_variant(16, False).source(), "decode.cu")
+    cubin = compile_cubin(hopper.decode_variant(16, Formats()).source(), "decode.cu")
     assert cubin[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("rows", hopper.TILES)
-def test_a_block_fits_the_shared_memory(rows: int) -> None:
-    assert hopper.decode_variant(rows, False).shared_bytes <= SHARED_MEMORY
+@pytest.mark.parametrize("formats", FORMATS)
+def test_a_block_fits_the_shared_memory(rows: int, formats: Formats) -> None:
+    assert hopper.decode_variant(rows, formats).shared_bytes <= SHARED_MEMORY
 
 
 def caps(**changes: object) -> densemla.Caps:
@@ -78,7 +86,6 @@ def caps(**changes: object) -> densemla.Caps:
     ("changes", "word"),
     [
         ({"q_dtype": torch.float16, "kv_dtype": torch.float16}, "bf16"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "bf16"),
         ({"kv_dtype": "fp8_ds_mla"}, "bf16"),
         ({"output_dtype": torch.float32}, "bf16"),
         ({"kv_lora_rank": 256}, "kv_lora_rank"),
@@ -92,6 +99,16 @@ def test_what_the_kernels_do_not_do_is_refused(changes: dict[str, object], word:
     why = hopper.unsupported(caps(**changes))
     assert why is not None
     assert word in why
+
+
+def test_auto_leaves_fp8_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.cuda, "device_refusal", lambda caps: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "find_compiler", lambda: "here")
+    for formats in ({"kv_dtype": torch.float8_e4m3fn}, {"q_dtype": torch.float8_e4m3fn}):
+        assert "only when named" in (hopper.BACKEND.refusal(caps(**formats)) or "")
+        assert hopper.BACKEND.refusal(caps(backend="hopper", **formats)) is None
+    assert hopper.BACKEND.refusal(caps()) is None
 
 
 def test_the_published_models_are_taken() -> None:

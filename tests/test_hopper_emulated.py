@@ -17,10 +17,15 @@ import densemla
 import hopper_emulator
 from densemla.backends import hopper
 from hopper_emulator import Kernels, decode
-from steps import Step, assert_close, make_step
+from steps import FP8, Step, assert_close, make_step
 
 pytestmark = pytest.mark.skipif(hopper_emulator.COMPILER is None, reason="needs a C++ compiler")
 
+FORMATS = {
+    "fp8 cache": {"kv_dtype": FP8, "kv_scale": 0.03},
+    "fp8 queries": {"q_dtype": FP8, "q_scale": 0.02},
+    "both fp8": {"kv_dtype": FP8, "kv_scale": 0.03, "q_dtype": FP8, "q_scale": 0.02},
+}
 PARTIALS = {"bf16": torch.bfloat16, "f32": torch.float32}
 CUTS = [("bf16", 1), ("bf16", 3), ("bf16", 14), ("f32", 14)]
 
@@ -55,6 +60,22 @@ def test_splits(kernels: Kernels, tile: int, partial: str, num_splits: int) -> N
     for seed in range(2):
         step = make_step([400, 65, 0, 1, 64, 1000], heads=20, seed=seed)
         check(kernels, step, tile, seed, num_splits=num_splits, partial_dtype=PARTIALS[partial])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fp8(kernels: Kernels, tile: int, name: str) -> None:
+    for seed in range(2):
+        step = make_step([400, 65, 0, 1, 64], heads=20, queries=2, seed=seed, **FORMATS[name])
+        check(kernels, step, tile, seed, num_splits=2)
+
+
+def test_an_fp8_row_that_is_nan_reaches_only_the_queries_that_see_it(kernels: Kernels, tile: int) -> None:
+    step = make_step([130], heads=12, queries=3, kv_dtype=FP8, kv_scale=0.03)
+    step.kv_cache.view(torch.uint8)[step.page_table[0, 129 // 64].long(), 129 % 64, 3] = 0x7F
+    binding = bind(step)
+    decode(kernels, binding, tile, 0)
+    assert bool(binding.output[:2].isfinite().all())
+    assert bool(binding.output[2, :, 3].isnan().all())
 
 
 @pytest.mark.parametrize("heads", [1, 12, 96, 128])
@@ -123,18 +144,23 @@ def test_bits_do_not_depend_on_the_order_of_things(kernels: Kernels, tile: int) 
         (64, "barrier_wait(shared_address(&s.p_ready[OTHER]), other_phase);", ""),
         (64, "        barrier_wait(shared_address(&s.empty[owner][half]), phase ^ 1);\n", ""),
         (64, "        mma_wait<0>();\n        pin(scores);\n        pin(output);\n", ""),
+        (64, "    group_sync<7, 128>();", ""),
+        (48, "__all_sync(~0u, barrier_over(shared_address(&s.landed[boxes.slot()]), boxes.phase()))", "true"),
     ],
-    ids=["maxima", "box", "values", "weights", "slot", "scores"],
+    ids=["maxima", "box", "values", "weights", "slot", "scores", "fp8 read", "fp8 landed"],
 )
 def test_a_missing_wait_is_found(tile: int, before: str, after: str, tmp_path: Path) -> None:
     """The emulator's own test."""
     whole = hopper_emulator._project_file
-    assert before in "".join(whole(f"decode_{name}.cu") for name in ("swapped", "rows"))
+    assert before in "".join(map(whole, ("decode_swapped.cu", "decode_rows.cu", "widen.cu")))
+    formats = FORMATS["fp8 cache"] if before in whole("widen.cu") else {}
     with patch.object(hopper_emulator, "_project_file", lambda name: whole(name).replace(before, after)):
         broken = Kernels(tmp_path)
         for seed in range(20):
             try:
-                check(broken, make_step([700, 130], heads=20, logits=3.0, seed=seed), tile, seed, num_splits=2)
+                check(
+                    broken, make_step([700, 130], heads=20, logits=3.0, seed=seed, **formats), tile, seed, num_splits=2
+                )
             except AssertionError:
                 return
     pytest.fail("not found")

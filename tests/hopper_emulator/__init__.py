@@ -16,7 +16,7 @@ import torch
 import densemla
 from densemla.backends import hopper
 from densemla.backends.hopper import source
-from densemla.backends.hopper.source import DecodeVariant, MergeVariant
+from densemla.backends.hopper.source import DecodeVariant, Formats, MergeVariant
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
@@ -88,17 +88,11 @@ def build(text: str, path: Path) -> ctypes.CDLL:
     assert COMPILER is not None
     cpp = path.with_suffix(".cpp")
     cpp.write_text(text)
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-U_FORTIFY_SOURCE",
-        "-shared",
-        "-fPIC",
-        f"-I{Path(__file__).parent}",
-    ]
-    subprocess.run([*command, "-o", str(path), str(cpp)], check=True)
+    # Fortified, longjmp refuses to change stacks.
+    options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{Path(__file__).parent}"]
+    command = [COMPILER, *options, "-shared", "-fPIC", "-o", str(path), str(cpp)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     library = ctypes.CDLL(str(path))
     library.emulate.restype = ctypes.c_char_p
     library.emulate.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_ulonglong, ctypes.POINTER(ctypes.c_void_p))
@@ -119,10 +113,10 @@ class EmulatedKernel:
 
 
 def tensor_map(
-    data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], element_bytes: int
 ) -> ctypes.Array[ctypes.c_char]:
-    """What emulator.h reads as a descriptor: address, three sizes, two strides, three sizes of the box."""
-    words = (ctypes.c_uint64 * 16)(data, *sizes, *strides, *box)
+    """What emulator.h reads as a descriptor: address, sizes, strides, sizes of the box, bytes of an element."""
+    words = (ctypes.c_uint64 * 16)(data, *sizes, *strides, *box, element_bytes)
     return (ctypes.c_char * 128).from_buffer(words)
 
 
@@ -142,8 +136,8 @@ class Kernels:
     def replacing(self, tile: int, seed: int) -> Iterator[None]:
         """Within it, the Hopper backend decodes on the CPU with tiles of so many rows."""
 
-        def decode(rows: int, partial_f32: bool, device: object) -> EmulatedKernel:
-            variant = hopper.decode_variant(rows, partial_f32)
+        def decode(rows: int, formats: Formats, device: object) -> EmulatedKernel:
+            variant = hopper.decode_variant(rows, formats)
             return EmulatedKernel(self._library(variant), variant.threads, seed)
 
         def merge(variant: MergeVariant, device: object) -> EmulatedKernel:

@@ -24,10 +24,12 @@
 #define __shared__ SHARED_STORAGE
 
 struct int2 { int x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -110,6 +112,7 @@ jmp_buf scheduler;
 void (*entry)();
 std::mt19937_64 chance;
 char failure[256];
+u64 events;  // phases ended, products and loads carried out
 
 [[noreturn]] void fail(const char* what, u64 a = 0, u64 b = 0) {
     std::snprintf(failure, sizeof failure, "block %u thread %u: %s (%llu, %llu)", block.x, current ? current->index.x : 0,
@@ -134,6 +137,7 @@ void settle(Mbarrier& b) {
     if (b.pending || b.bytes) return;
     b.pending = b.count;
     ++b.phase;
+    ++events;
 }
 
 bool over(const Wait& w) {
@@ -174,6 +178,7 @@ u32 named_barrier(u32 id, u32 count, bool mine) {
         b.result[generation & 1] = b.any;
         b.arrived = b.any = 0;
         ++b.generation;
+        ++events;
     } else {
         wait_for({NAMED, id, generation});
     }
@@ -238,23 +243,24 @@ bool multiply_next(Warpgroup& g) {
     multiply(g.products.front());
     g.products.pop_front();
     ++g.done;
+    ++events;
     return true;
 }
 
-// Rows of 128 bytes of a tensor [pages, rows, columns] of bf16 into swizzled shared memory; zeros outside of it.
+// A box of a tensor [pages, rows, columns] into shared memory, zeros outside of it; bf16 swizzled, bytes as they are.
 void complete(const Load& l) {
-    const u64 *sizes = l.map + 1, *strides = l.map + 4, *box = l.map + 6;
+    const u64 *sizes = l.map + 1, *strides = l.map + 4, *box = l.map + 6, size = l.map[9];
     for (u64 r = 0; r < box[1]; ++r)
         for (u64 c = 0; c < box[0]; ++c) {
             const u64 column = l.column + c, row = l.row + r;
-            uint16_t v = 0;
+            char v[2] = {};
             if (column < sizes[0] && row < sizes[1] && (u64)l.page < sizes[2])
-                std::memcpy(&v, (const char*)l.map[0] + l.page * strides[1] + row * strides[0] + 2 * column, 2);
-            const u32 address = l.to + r * 128 + 2 * c;
-            std::memcpy(at(address ^ ((address >> 7 & 7) << 4), 2), &v, 2);
+                std::memcpy(v, (const char*)l.map[0] + l.page * strides[1] + row * strides[0] + size * column, size);
+            const u32 address = l.to + (r * box[0] + c) * size;
+            std::memcpy(at(size == 1 ? address : address ^ ((address >> 7 & 7) << 4), size), v, size);
         }
     Mbarrier& b = mbarrier(l.barrier);
-    b.bytes -= box[0] * box[1] * 2;
+    b.bytes -= box[0] * box[1] * size;
     settle(b);
 }
 
@@ -307,6 +313,7 @@ void run_block() {
     }
     // Per mille: of skipping a warp in a round, of a product or load being carried out in it.
     u32 skip[32] = {}, products = 1000, landings = 1000;
+    u64 seen = events, since = 0;
     for (u64 round = 0;; ++round) {
         if (round % 64 == 0) {
             constexpr u32 SKIPS[] = {0, 0, 500, 950}, RATES[] = {1000, 300, 20};
@@ -334,10 +341,13 @@ void run_block() {
         }
         current = nullptr;
         if (!alive) break;
-        if (moved) continue;
+        if (events != seen) seen = events, since = round;
+        // Warps that poll look alive for ever.
+        if (moved && round - since < 5000) continue;
         if (_setjmp(scheduler)) return;
-        for (Warpgroup& g : groups) moved |= multiply_next(g);
-        if (moved || complete_any()) continue;
+        bool forced = false;
+        for (Warpgroup& g : groups) forced |= multiply_next(g);
+        if (forced || complete_any()) continue;
         for (Fiber& f : fibers)
             if (!f.done) {
                 current = &f;
@@ -379,6 +389,7 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
     return votes;
 }
 inline bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
+inline bool __all_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) == ~0u; }
 inline int __reduce_min_sync(unsigned, int v) {
     const auto& all = *emulated::exchange((uint32_t)v);
     for (int i = 0; i < 32; ++i) v = min(v, (int)(uint32_t)all[i]);
@@ -420,6 +431,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
     emulated::mbarrier(barrier);
     emulated::wait_for({emulated::MBARRIER, barrier, parity});
 }
+inline bool barrier_over(u32 barrier, u32 parity) { return (emulated::mbarrier(barrier).phase & 1) != parity; }
 template <int ID, int THREADS>
 void group_sync() { emulated::named_barrier(ID, THREADS, false); }
 template <int ID, int THREADS>
@@ -458,6 +470,19 @@ inline u32 bf16_bits(float v) {
     return v != v ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack(float low, float high) { return bf16_bits(high) << 16 | bf16_bits(low); }
+
+// e4m3: no infinities, NaN where all other bits are set.
+inline float fp8_value(u32 bits) {
+    const u32 exponent = bits >> 3 & 15, fraction = bits & 7;
+    const float magnitude = (bits & 127) == 127 ? NAN
+                            : exponent          ? std::ldexp(8.0f + fraction, (int)exponent - 10)
+                                                : std::ldexp((float)fraction, -9);
+    return bits & 128 ? -magnitude : magnitude;
+}
+inline uint2 widen(u32 four) {
+    return {pack(fp8_value(four & 255), fp8_value(four >> 8 & 255)),
+            pack(fp8_value(four >> 16 & 255), fp8_value(four >> 24))};
+}
 
 // Matrices of 8 x 8 bf16, row r of matrix i to the address of lane 8 i + r.
 inline void store_fragments(u32 address, const u32* fragments, int count, bool transposed) {

@@ -18,7 +18,7 @@ from ...errors import ContractError
 from ...splits import CHUNK_TOKENS, ceil_div
 from .. import SPLIT_FEATURES, cuda, load
 from .driver import Kernel, compile_cubin, find_compiler, tensor_map
-from .source import DecodeVariant, MergeVariant, RowsVariant, SwappedVariant
+from .source import DecodeVariant, Formats, MergeVariant, RowsVariant, SwappedVariant
 
 if TYPE_CHECKING:
     from ...binding import Binding
@@ -29,6 +29,7 @@ _CAPABILITY = (9, 0)
 _LOG2E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes: of TMA, and of the kernels' own loads and stores
 _BOX_COLUMNS = 64
+_FP8 = torch.float8_e4m3fn
 _MERGE_THREADS = 256
 _MANY_SPLITS = 12
 """From this many splits on, the merge shares a row among the warps of a block."""
@@ -82,6 +83,8 @@ class _DecodeParams(ctypes.Structure):
         ("splits", ctypes.c_int),
         ("single_split_chunks", ctypes.c_int),
         ("score_scale", ctypes.c_float),
+        ("q_scale", ctypes.c_void_p),
+        ("kv_scale", ctypes.c_void_p),
     )
 
 
@@ -137,8 +140,10 @@ def most_tiles(total_q: int, batch: int, heads: int, rows: int) -> int:
 
 def unsupported(caps: Caps) -> str | None:
     """What of ``caps`` these kernels do not do, whatever the device; None when they do it all."""
-    if any(dtype is not torch.bfloat16 for dtype in (caps.q_dtype, caps.kv_dtype, caps.output_dtype)):
-        return f"it takes bf16 queries, cache and output, not {caps.q_dtype}, {caps.kv_dtype} and {caps.output_dtype}"
+    if any(dtype not in (torch.bfloat16, _FP8) for dtype in (caps.q_dtype, caps.kv_dtype)):
+        return f"it takes queries and caches in bf16 or float8_e4m3fn, not {caps.q_dtype} and {caps.kv_dtype}"
+    if caps.output_dtype is not torch.bfloat16:
+        return f"it writes bf16, not {caps.output_dtype}"
     if (caps.kv_lora_rank, caps.qk_rope_head_dim) != (512, 64):
         return f"it takes kv_lora_rank 512 and qk_rope_head_dim 64, not {caps.kv_lora_rank} and {caps.qk_rope_head_dim}"
     if caps.page_size not in _PAGE_SIZES:
@@ -161,6 +166,8 @@ class HopperBackend:
             return f"it needs compute capability 9.0 (H100, H200), {caps.device} has {capability[0]}.{capability[1]}"
         if (why := unsupported(caps)) is not None:
             return why
+        if caps.backend == "auto" and _FP8 in (caps.q_dtype, caps.kv_dtype):
+            return "it takes float8_e4m3fn only when named: its fp8 kernels have not been measured"
         if find_compiler() is None:
             return "libnvrtc was not found: pip install the nvidia-cuda-nvrtc package of torch's CUDA version"
         return None
@@ -193,7 +200,8 @@ def _misaligned(binding: Binding) -> str | None:
     for name in ("q", "kv_cache", "output"):
         tensor: torch.Tensor = getattr(binding, name)
         steps = [stride for stride, size in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if size > 1]
-        if any(offset % _ALIGNMENT for offset in (tensor.data_ptr(), *(2 * step for step in steps))):
+        offsets = (tensor.data_ptr(), *(tensor.element_size() * step for step in steps))
+        if any(offset % _ALIGNMENT for offset in offsets):
             return name
     return None
 
@@ -212,8 +220,8 @@ def _substitute(binding: Binding, name: str) -> Backend:
 
 
 @lru_cache(maxsize=64)
-def _decode_kernel(tile: int, partial_f32: bool, device: int) -> Kernel:
-    variant = decode_variant(tile, partial_f32)
+def _decode_kernel(tile: int, formats: Formats, device: int) -> Kernel:
+    variant = decode_variant(tile, formats)
     cubin = compile_cubin(variant.source(), "densemla_decode.cu")
     return Kernel(cubin, "decode", threads=variant.threads, shared_bytes=variant.shared_bytes)
 
@@ -223,15 +231,16 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
     return Kernel(compile_cubin(variant.source(), "densemla_merge.cu"), "merge", threads=_MERGE_THREADS)
 
 
-def decode_variant(tile: int, partial_f32: bool) -> DecodeVariant:
+def decode_variant(tile: int, formats: Formats) -> DecodeVariant:
     """The kernel for one of :data:`TILES`."""
-    return RowsVariant(partial_f32) if tile == 64 else SwappedVariant(tile, partial_f32)
+    return RowsVariant(formats) if tile == 64 else SwappedVariant(tile, formats)
 
 
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:
     plan, device = binding.plan, binding.q.device.index
     partial_f32 = plan.partial_dtype is torch.float32
-    decode = _decode_kernel(tile_rows(plan.caps), partial_f32, device)
+    formats = Formats(partial_f32, plan.caps.q_dtype is _FP8, plan.caps.kv_dtype is _FP8)
+    decode = _decode_kernel(tile_rows(plan.caps), formats, device)
     if plan.num_splits == 1:
         return decode, None
     return decode, _merge_kernel(MergeVariant(_merge_warps(plan.num_splits), partial_f32), device)
@@ -274,6 +283,8 @@ def _launch(binding: Binding) -> None:
         binding.active_splits,
         plan.single_split_chunks,
         binding.sm_scale * _LOG2E,
+        None if binding.q_scale is None else binding.q_scale.data_ptr(),
+        None if binding.kv_scale is None else binding.kv_scale.data_ptr(),
     )
     tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile_rows(caps)), 1)
     decode.launch(tiles * binding.active_splits, stream, (_cache_map(binding), params))
@@ -303,18 +314,19 @@ def _launch(binding: Binding) -> None:
 def _cache_map(binding: Binding) -> ctypes.Array[ctypes.c_char]:
     """A descriptor of boxes of up to 64 rows and 64 columns."""
     cache = binding.kv_cache
-    pages, page_size, width = cache.shape
+    (pages, page_size, width), size = cache.shape, cache.element_size()
     if pages == 0:
         # A descriptor needs an address, even if no page id can be valid.
-        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (2 * width, 2 * width), (_BOX_COLUMNS, 1, 1))
+        return tensor_map(binding.q.data_ptr(), (width, 1, 1), (size * width, size * width), (_BOX_COLUMNS, 1, 1), size)
     # A dimension of one element may have any stride, which the descriptor would still check.
-    row_stride = 2 * (cache.stride(1) if page_size > 1 else width)
-    page_stride = 2 * (cache.stride(0) if pages > 1 else page_size * width)
+    row_stride = size * (cache.stride(1) if page_size > 1 else width)
+    page_stride = size * (cache.stride(0) if pages > 1 else page_size * width)
     return tensor_map(
         cache.data_ptr(),
         (width, page_size, pages),
         (row_stride, page_stride),
         (_BOX_COLUMNS, min(page_size, CHUNK_TOKENS), 1),
+        size,
     )
 
 

@@ -2,8 +2,8 @@
 //
 // Operands are swapped: scores are S^T = K Q^T with M = 64 cache rows and N = query rows, the output is
 // O^T = V^T P^T with M = 64 latent columns, so a tile holds any multiple of 8 query rows without padding
-// to 64. source.py prefixes TILE_N, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, MISC_BYTES, the register
-// budgets and the two wgmma wrappers of that width, then primitives.cu and tile.cu.
+// to 64. source.py prefixes TILE_N, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, Q_FP8, KV_FP8, MISC_BYTES, the
+// register budgets and the two wgmma wrappers of that width, then primitives.cu and tile.cu.
 //
 // Four warpgroups: 0 and 1 accumulate 256 latent columns each, 2 does scores and softmax, 3 feeds the ring.
 // A ring slot is 64 cache rows x 64 columns, one TMA box with 128-byte swizzle.
@@ -234,6 +234,9 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
 
 struct Shared {
     u64 full[SLOTS], empty[SLOTS];
+#if KV_FP8
+    u64 landed[SLOTS];
+#endif
     u64 p_ready[P_BUFFERS], p_free[P_BUFFERS];
     Tile tile;
     Reduction reduction;
@@ -250,23 +253,35 @@ __device__ __forceinline__ constexpr int box_at(int position) {
     return position == 0 ? BOXES - 1 : (position - 1) / 2 + 4 * ((position - 1) & 1);
 }
 
-// Loads every FEEDERS-th box, beginning with number `feeder`.
-__device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shared& s, u32 ring, int feeder, int lane) {
-    Pages pages(p, s.tile);
+// The boxes of the ring in loading order.
+struct Sequence {
+    int chunk, position = 0;
     Boxes at;
-    at.advance(feeder);
-    int position = feeder;
-    for (int chunk = s.tile.begin; chunk < s.tile.end;) {
-        const int first = pages.find(p, chunk, lane);
-        barrier_wait(shared_address(&s.empty[at.slot]), at.phase ^ 1);
-        pages.load(p, map, chunk, first, ring + at.slot * BOX_BYTES, box_at(position) * 64,
-                   shared_address(&s.full[at.slot]), lane);
-        at.advance(FEEDERS);
-        position += FEEDERS;
+
+    __device__ Sequence(int first) : chunk(first) {}
+    __device__ __forceinline__ void advance(int by) {
+        at.advance(by);
+        position += by;
         if (position >= BOXES) {
             position -= BOXES;
             ++chunk;
         }
+    }
+    __device__ __forceinline__ int slot() const { return at.slot; }
+    __device__ __forceinline__ u32 phase() const { return at.phase; }
+    __device__ __forceinline__ int column() const { return box_at(position) * 64; }
+    __device__ __forceinline__ u32 full(Shared& s) const { return shared_address(&s.full[at.slot]); }
+    __device__ __forceinline__ u32 empty(Shared& s) const { return shared_address(&s.empty[at.slot]); }
+};
+
+// Loads every FEEDERS-th box, beginning with number `feeder`.
+__device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shared& s, u32 ring, int feeder, int lane) {
+    Pages pages(p, s.tile);
+    Sequence box(s.tile.begin);
+    for (box.advance(feeder); box.chunk < s.tile.end; box.advance(FEEDERS)) {
+        const int first = pages.find(p, box.chunk, lane);
+        barrier_wait(box.empty(s), box.phase() ^ 1);
+        pages.load(p, map, box.chunk, first, ring + box.slot() * BOX_BYTES, box.column(), box.full(s), lane);
     }
 }
 
@@ -289,6 +304,7 @@ __device__ __forceinline__ void add_scores(Shared& s, float (&acc)[TILE_N / 2], 
 // Scores and softmax: warpgroup 2.
 __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 weights, u32 ring, int split) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+    const float scale = score_scale(p, s.tile);
     Softmax<2> softmax;
     softmax.begin(s.reduction, warp, lane);
     Boxes at;
@@ -306,8 +322,8 @@ __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 wei
         if (EARLY > 0 && chunk + 1 < s.tile.end) add_scores<0, EARLY>(s, next, q, ring, at.at(BOXES));
         const bool edge = chunk * CHUNK > s.tile.min_visible - CHUNK;
         if (edge) hide_unseen(s.tile, acc, chunk, warp, lane);
-        softmax.rebase(s.reduction, acc, p.score_scale, warp, lane);
-        softmax.weigh(acc, p.score_scale);
+        softmax.rebase(s.reduction, acc, scale, warp, lane);
+        softmax.weigh(acc, scale);
         barrier_wait(shared_address(&s.p_free[buffer.slot]), buffer.phase ^ 1);
         store_transposed(weights + buffer.slot * P_BYTES, acc, warp, lane);
         if (warp == 0) softmax.publish(s.factors[buffer.slot], lane);
@@ -327,7 +343,7 @@ __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 wei
         const Reduction& r = s.reduction;
         for (int n = lane; n < TILE_N; n += 32) {
             const float sum = (r.peer[0][n] + r.peer[1][n]) + (r.peer[2][n] + r.peer[3][n]);
-            s.inverse[n] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            s.inverse[n] = inverse_of(s.tile, sum);
             if (s.tile.row[n].x >= 0) write_lse(p, s.tile, s.tile.row[n], r.top[0][n], sum, split);
         }
     }
@@ -397,7 +413,10 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     if (warp == 0) locate(p, s.tile, lane);
     if (warp == 1) {
         for (int i = lane; i < SLOTS; i += 32) {
-            barrier_init(shared_address(&s.full[i]), 1);
+#if KV_FP8
+            barrier_init(shared_address(&s.landed[i]), 1);
+#endif
+            barrier_init(shared_address(&s.full[i]), KV_FP8 ? FEEDERS : 1);
             barrier_init(shared_address(&s.empty[i]), 4);
         }
         if (lane < P_BUFFERS) {
@@ -427,7 +446,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         score(p, s, q, weights, ring, split);
     } else {
         shrink_registers();
+#if KV_FP8
+        feed_widened<Sequence>(p, &map, s, ring, warp - 12, lane);
+#else
         feed(p, &map, s, ring, warp - 12, lane);
+#endif
         if (warp == 13) clear_unclaimed(p, lane);
     }
 }

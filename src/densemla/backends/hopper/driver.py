@@ -13,8 +13,8 @@ ARCHITECTURE = "sm_90a"
 
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_*
+_DATA_TYPES = {1: 0, 2: 9}  # CU_TENSOR_MAP_DATA_TYPE_UINT8 and _BFLOAT16, by the bytes of an element
+_SWIZZLES = {1: 0, 2: 3}  # CU_TENSOR_MAP_SWIZZLE_NONE and _128B
 _L2_PROMOTION_NONE = 0  # CU_TENSOR_MAP_L2_PROMOTION_*
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -135,15 +135,16 @@ class Kernel:
 
 
 def tensor_map(
-    data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], element_bytes: int
 ) -> ctypes.Array[ctypes.c_char]:
-    """A TMA descriptor over bf16 elements; outside the sizes it reads 0.
+    """A TMA descriptor over bf16 elements or bytes; outside the sizes it reads 0.
 
     Args:
         data: device address, a multiple of 16.
         sizes: elements per dimension, innermost first.
         strides: bytes per step of every dimension but the innermost, multiples of 16.
-        box: elements of one load, innermost first; its rows of 128 bytes are swizzled.
+        box: elements of one load, innermost first. Its rows of 64 bf16 are swizzled, rows of bytes are not.
+        element_bytes: 2 for bf16, 1 for bytes.
     """
     rank = len(sizes)
     room = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
@@ -152,7 +153,7 @@ def tensor_map(
     _call(
         "cuTensorMapEncodeTiled",
         encoded,
-        _BFLOAT16,
+        _DATA_TYPES[element_bytes],
         rank,
         ctypes.c_void_p(data),
         (ctypes.c_uint64 * rank)(*sizes),
@@ -160,7 +161,7 @@ def tensor_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*([1] * rank)),
         0,
-        _SWIZZLE_128B,
+        _SWIZZLES[element_bytes],
         _L2_PROMOTION_NONE,
         0,
     )

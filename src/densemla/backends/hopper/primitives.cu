@@ -45,6 +45,18 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     } while (!done);
 }
 
+// Whether that phase is over by now.
+__device__ __forceinline__ bool barrier_over(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 template <int ID, int THREADS>
 __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
@@ -111,6 +123,20 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Four e4m3 as bf16, exactly.
+__device__ __forceinline__ uint2 widen(u32 four) {
+    uint2 wide;
+    asm("{\n.reg .b16 low, high, a, b;\n.reg .b32 pair;\n.reg .f32 x, y;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 pair, low;\nmov.b32 {a, b}, pair;\n"
+        "cvt.f32.f16 x, a;\ncvt.f32.f16 y, b;\ncvt.rn.bf16x2.f32 %0, y, x;\n"
+        "cvt.rn.f16x2.e4m3x2 pair, high;\nmov.b32 {a, b}, pair;\n"
+        "cvt.f32.f16 x, a;\ncvt.f32.f16 y, b;\ncvt.rn.bf16x2.f32 %1, y, x;\n}"
+        : "=r"(wide.x), "=r"(wide.y)
+        : "r"(four));
+    return wide;
 }
 
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {

@@ -18,6 +18,7 @@ _MOST_SLOTS = 24
 _MOST_EARLY = 4
 _REGISTERS = 512  # per lane and subpartition, over all warps
 _FEED_REGISTERS = 24
+_WIDEN_REGISTERS = 40
 
 
 class DecodeVariant(Protocol):
@@ -31,12 +32,28 @@ class DecodeVariant(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Formats:
+    """Types that a decode kernel is compiled for; what is not fp8 is bf16."""
+
+    partial_f32: bool = False
+    q_fp8: bool = False
+    kv_fp8: bool = False
+
+    def defines(self) -> dict[str, int]:
+        return {"PARTIAL_F32": int(self.partial_f32), "Q_FP8": int(self.q_fp8), "KV_FP8": int(self.kv_fp8)}
+
+    @property
+    def feed_registers(self) -> int:
+        return _WIDEN_REGISTERS if self.kv_fp8 else _FEED_REGISTERS
+
+
+@dataclass(frozen=True, slots=True)
 class SwappedVariant:
     """16 or 48 query rows a block, as columns of its products: decode_swapped.cu."""
 
     tile_rows: int
     """Query rows of a tile: a multiple of 8, 16 to 64."""
-    partial_f32: bool
+    formats: Formats
 
     @property
     def threads(self) -> int:
@@ -62,7 +79,8 @@ class SwappedVariant:
     @property
     def _misc_bytes(self) -> int:
         """``struct Shared`` of decode_swapped.cu, which asserts that it fits."""
-        return 544 + self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
+        barriers = 8 * (3 if self.formats.kv_fp8 else 2) * _MOST_SLOTS
+        return 168 + barriers + self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
 
     @property
     def accumulate_registers(self) -> int:
@@ -76,21 +94,22 @@ class SwappedVariant:
             "MOST_EARLY": _MOST_EARLY,
             "P_BUFFERS": self.p_buffers,
             "MISC_BYTES": self._misc_bytes,
-            "PARTIAL_F32": int(self.partial_f32),
+            **self.formats.defines(),
         }
         products = (_mma("mma_scores", self.tile_rows), _mma("mma_values", self.tile_rows, transposed=True))
-        return _decode_source("decode_swapped.cu", sizes, *self._register_shares(), *products)
+        return _decode_source("decode_swapped.cu", sizes, self.formats, *self._register_shares(), *products)
 
     def _register_shares(self) -> tuple[str, str, str]:
         """Registers for the warpgroups that accumulate, the one that scores, and the one that loads."""
         largest = self.accumulate_registers
         if largest <= 128:
             return (_registers("grow_registers"), _registers("score_registers"), _registers("shrink_registers"))
-        rest = min(_REGISTERS - _FEED_REGISTERS - 2 * largest, 240) // 8 * 8
+        feed = self.formats.feed_registers
+        rest = min(_REGISTERS - feed - 2 * largest, 240) // 8 * 8
         return (
             _registers("grow_registers", "inc", largest),
             _registers("score_registers", "inc" if rest > 128 else "dec", rest),
-            _registers("shrink_registers", "dec", _FEED_REGISTERS),
+            _registers("shrink_registers", "dec", feed),
         )
 
 
@@ -98,7 +117,7 @@ class SwappedVariant:
 class RowsVariant:
     """64 query rows a block, which are rows of its products too: decode_rows.cu."""
 
-    partial_f32: bool
+    formats: Formats
 
     @property
     def threads(self) -> int:
@@ -111,13 +130,13 @@ class RowsVariant:
     @property
     def _misc_bytes(self) -> int:
         """``struct Shared`` of decode_rows.cu, which asserts that it fits."""
-        return 2048
+        return 2048 + 256 * (self.formats.q_fp8 or self.formats.kv_fp8)
 
     def source(self) -> str:
         sizes = {
             "TILE_N": 64,
             "MISC_BYTES": self._misc_bytes,
-            "PARTIAL_F32": int(self.partial_f32),
+            **self.formats.defines(),
         }
         products = (
             _mma("mma_scores", 64),
@@ -125,14 +144,17 @@ class RowsVariant:
             _mma("mma_values", 256, b_transposed=True),
             _register_mma("mma_own_values", 256, b_transposed=True),
         )
-        registers = (_registers("grow_registers", "inc", 240), _registers("shrink_registers", "dec", _FEED_REGISTERS))
-        return _decode_source("decode_rows.cu", sizes, *registers, *products)
+        feed = self.formats.feed_registers
+        compute = (3 * 168 - feed) // 16 * 8
+        registers = (_registers("grow_registers", "inc", compute), _registers("shrink_registers", "dec", feed))
+        return _decode_source("decode_rows.cu", sizes, self.formats, *registers, *products)
 
 
-def _decode_source(name: str, sizes: Mapping[str, int], *functions: str) -> str:
+def _decode_source(name: str, sizes: Mapping[str, int], formats: Formats, *functions: str) -> str:
     """``functions``: those that depend on the sizes of the products."""
     defines = (f"#define {key} {value}" for key, value in sizes.items())
-    return "\n".join((*defines, _file("primitives.cu"), *functions, _file("tile.cu"), _file(name)))
+    files = ("tile.cu", "widen.cu", name) if formats.kv_fp8 else ("tile.cu", name)
+    return "\n".join((*defines, _file("primitives.cu"), *functions, *map(_file, files)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ constexpr int CHUNK = 64;
 constexpr int RANK = 512;
 constexpr int BOXES = 9;  // of 64 columns, to a 576-wide row; the last is the rope part
 constexpr int BOX_BYTES = CHUNK * 128;
+constexpr int LOADED_ROW_BYTES = KV_FP8 ? 64 : 128;  // of a box in memory
 constexpr int P_BYTES = TILE_N * 128;  // of a box of the query tile, and of a chunk's weights
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
@@ -31,6 +32,7 @@ struct Params {
     int batch, total_q, max_total_q, heads;
     int splits, single_split_chunks;
     float score_scale;  // sm_scale * log2(e)
+    const float *q_scale, *kv_scale;  // null: 1
 };
 
 struct Tile {
@@ -38,7 +40,28 @@ struct Tile {
     int begin, end, single, length, min_visible, max_visible;
     int visible[TILE_N];
     int2 row[TILE_N];  // query index and head of a tile row; query < 0: no row
+#if Q_FP8 || KV_FP8
+    float score_scale, value_scale;
+#endif
 };
+
+// What turns scores into log2 units.
+__device__ __forceinline__ float score_scale(const Params& p, const Tile& t) {
+#if Q_FP8 || KV_FP8
+    return t.score_scale;
+#else
+    return p.score_scale;
+#endif
+}
+
+// What the accumulators of a row are multiplied by in the end.
+__device__ __forceinline__ float inverse_of(const Tile& t, float sum) {
+#if Q_FP8 || KV_FP8
+    return sum == 0.0f ? 0.0f : t.value_scale / sum;
+#else
+    return sum == 0.0f ? 0.0f : 1.0f / sum;
+#endif
+}
 
 // Elements that are NaN or infinite become 0.
 __device__ __forceinline__ u32 finite_pair(u32 pair) {
@@ -115,6 +138,10 @@ __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
         s.end = min(min(s.begin + per, chunks), chunks_of(highest));
         s.length = length;
         s.single = per >= chunks;
+#if Q_FP8 || KV_FP8
+        s.value_scale = p.kv_scale ? *p.kv_scale : 1.0f;
+        s.score_scale = p.score_scale * s.value_scale * (p.q_scale ? *p.q_scale : 1.0f);
+#endif
         s.min_visible = lowest;
         s.max_visible = highest;
     }
@@ -220,13 +247,18 @@ struct Pages {
     __device__ __forceinline__ void load(const Params& p, const TensorMap* map, int chunk, int at, u32 to, int column,
                                          u32 full, int lane) const {
         const int row = (int)((i64)chunk * CHUNK % p.page_size);
-        if (lane == 0) barrier_expect(full, BOX_BYTES);
+        if (lane == 0) barrier_expect(full, CHUNK * LOADED_ROW_BYTES);
         for (int k = 0; k < per_chunk; ++k) {
             const int page = __shfl_sync(~0u, ids, at + k);
-            if (lane == 0) load_box(to + k * rows * 128, map, column, row, page, full);
+            if (lane == 0) load_box(to + k * rows * LOADED_ROW_BYTES, map, column, row, page, full);
         }
     }
 };
+
+// Of a row of no query, something that may be read.
+__device__ __forceinline__ const char* query_at(const Params& p, int2 row, int column) {
+    return p.q + (2 - Q_FP8) * (max(row.x, 0) * p.q_stride_query + row.y * p.q_stride_head + column);
+}
 
 // The first COUNT boxes of the query tile, swizzled as TMA would; rows of no query are 0.
 template <int COUNT>
@@ -234,9 +266,18 @@ __device__ __forceinline__ void load_queries(const Params& p, const Tile& s, u32
     for (int u = thread; u < TILE_N * COUNT * 8; u += threads) {
         const int n = u / (COUNT * 8), unit = u % (COUNT * 8);
         const int2 row = s.row[n];
-        const char* from = p.q + 2 * (max(row.x, 0) * p.q_stride_query + row.y * p.q_stride_head + 8 * unit);
-        load_async(q + (unit >> 3) * P_BYTES + n * 128 + (((unit & 7) ^ (n & 7)) << 4), from, row.x >= 0);
+        const u32 to = q + (unit >> 3) * P_BYTES + n * 128 + (((unit & 7) ^ (n & 7)) << 4);
+        const char* from = query_at(p, row, 8 * unit);
+#if Q_FP8
+        const uint2 narrow = row.x < 0 ? make_uint2(0, 0) : *(const uint2*)from;
+        const uint2 low = widen(narrow.x), high = widen(narrow.y);
+        store_16(to, make_uint4(low.x, low.y, high.x, high.y));
+#else
+        load_async(to, from, row.x >= 0);
+#endif
     }
+#if !Q_FP8
     await_loads();
+#endif
     proxy_fence();
 }
