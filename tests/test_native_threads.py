@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +45,57 @@ def test_more_threads_than_cores_give_the_same_bits(monkeypatch: pytest.MonkeyPa
         densemla.run(binding)
         assert torch.equal(binding.output, expected[0])
         assert torch.equal(binding.lse, expected[1])
+
+
+# Only the team's state, which threads claim tickets from, has 64 bits.
+SLEEPY_ATOMICS = """
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+#define SLEEP_AT(at) (sizeof(*(at)) == 8 ? usleep(rand() % 400) : 0)
+#undef atomic_fetch_add
+#define atomic_fetch_add(at, n) (SLEEP_AT(at), atomic_fetch_add_explicit(at, n, memory_order_seq_cst))
+#undef atomic_store
+#define atomic_store(at, value) (SLEEP_AT(at), atomic_store_explicit(at, value, memory_order_seq_cst))
+"""
+
+
+@pytest.fixture
+def sleepy_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """native.c built so that a thread may lose its core for a while before every claim and every change of phase."""
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    if shutil.which(compiler[0]) is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "sleepy.h").write_text(SLEEPY_ATOMICS)
+    source = Path(native.__file__).with_name("native.c")
+    built = tmp_path / "_native.abi3.so"
+    flags = ["-O1", "-pthread", "-Wno-psabi", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
+    command = [*compiler, *flags, "-include", str(tmp_path / "sleepy.h"), str(source), "-o", str(built), "-lm"]
+    subprocess.run(command, check=True, timeout=300)
+    name = "densemla.backends.cpu._native"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(built))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, built, loader=loader))
+    loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(native, "_library", native._load())
+
+
+@pytest.mark.usefixtures("sleepy_library")
+def test_threads_that_lose_their_core_at_any_time_take_no_ticket_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last round has few segments and the merge many tickets; the longest request is merged last.
+    step = make_step([300, 64, 2000], heads=96, queries=4)
+    plan = densemla.plan(step.caps(num_splits=3, single_split_chunks=0))
+    alone = step.bind(plan)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    densemla.run(alone)
+    monkeypatch.setattr(native, "_MAX_THREADS", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    binding = step.bind(densemla.plan(plan.caps))
+    for _ in range(5):
+        binding.output.fill_(torch.nan)
+        densemla.run(binding)
+        assert torch.equal(binding.output, alone.output)
+        assert torch.equal(binding.lse, alone.lse)
 
 
 FORK = """

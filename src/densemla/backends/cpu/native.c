@@ -174,6 +174,9 @@ struct team {
     _Atomic uint64_t state; /* phase number << 32 | next ticket */
 };
 
+/* A phase of this first ticket has none: the time in which `stage` and `count` change. */
+static const uint64_t NO_TICKETS = (uint64_t)1 << 31;
+
 static void fill_round(struct team *team) {
     team->unit_count = 0;
     while (team->unit_count < SLOTS && next_unit(team->args, &team->cursor, &team->units[team->unit_count]))
@@ -191,8 +194,8 @@ static void keep_open_split(struct team *team) {
     team->open = kept;
 }
 
-static long merge_groups(const struct decode_args *a) {
-    return (long)ceil_div(a->heads, MERGE_HEADS);
+static int64_t merge_groups(const struct decode_args *a) {
+    return ceil_div(a->heads, MERGE_HEADS);
 }
 
 /* Go to the next stage that has work; run by the one thread that finished the last ticket. */
@@ -233,7 +236,7 @@ static void finish_split(struct team *team, int i) {
     if (u[j].closes) team->kernels->publish(team->args, &u[j], into);
 }
 
-static void merge_group(struct team *team, long ticket, float *own) {
+static void merge_group(struct team *team, int64_t ticket, float *own) {
     const struct decode_args *a = team->args;
     int64_t query = ticket / merge_groups(a), head = ticket % merge_groups(a) * MERGE_HEADS, request = 0;
     while (request < a->batch && a->cu_seqlens_q[request + 1] <= query) request++;
@@ -252,9 +255,10 @@ static void work(struct team *team) {
     float *own = team->own + atomic_fetch_add(&team->members, 1) * team->own_floats;
     for (int spins = 0;;) {
         uint64_t claim = atomic_fetch_add(&team->state, 1), phase = claim >> 32;
-        long ticket = (long)(claim & 0xffffffff);
+        int64_t ticket = (int64_t)(claim & 0xffffffff);
         int stage = team->stage, count = team->count;
-        /* A phase can't end while one of its tickets is out, so a phase that has moved on was over. */
+        /* A phase can't end while one of its tickets is out, so a phase that has moved on was over, and `stage`
+         * and `count` may be those of the next. */
         if (atomic_load(&team->state) >> 32 != phase) continue;
         if (stage == DONE) return;
         if (ticket >= count) {
@@ -270,8 +274,10 @@ static void work(struct team *team) {
             merge_group(team, ticket, own);
         if (atomic_fetch_add(&team->finished, 1) == count - 1) {
             atomic_store(&team->finished, 0);
+            /* First a phase without tickets: a late claim on this one must not meet the next one's count. */
+            atomic_store(&team->state, (phase + 1) << 32 | NO_TICKETS);
             next_stage(team);
-            atomic_store(&team->state, (phase + 1) << 32);
+            atomic_store(&team->state, (phase + 2) << 32);
         }
     }
 }
