@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import densemla
 from densemla import Caps, ContractError
-from steps import FP8, Step, make_step
+from steps import FP8, PACKED, Step, make_step
 
 
 @pytest.fixture
@@ -27,6 +28,12 @@ def plan(step: Step) -> densemla.Plan:
 
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def nested(*shape: int) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return torch.nested.nested_tensor([torch.zeros(shape, dtype=torch.bfloat16)] * 4)
 
 
 BAD_CAPS = [
@@ -96,6 +103,7 @@ BAD_BINDINGS: list[tuple[str, dict[str, Any]]] = [
     ("q", {"q": torch.zeros(4, 576, 4, dtype=torch.bfloat16).transpose(1, 2)}),
     ("q", {"q": torch.zeros(4, 4, 576, dtype=torch.bfloat16, device="meta")}),
     ("q", {"q": torch._neg_view(torch.zeros(4, 4, 576, dtype=torch.bfloat16))}),
+    ("q", {"q": nested(4, 576)}),
     *(("kv_cache", {"kv_cache": value}) for value in (None, [1], "kv", torch.zeros(9, 64, 576).to_sparse())),
     *(("page_table", {"page_table": value}) for value in (None, [[0]], 3)),
     ("kv_cache", {"kv_cache": torch.zeros(9, 64, 576)}),
@@ -151,6 +159,47 @@ def test_bad_bindings(step: Step, plan: densemla.Plan, argument: str, change: di
     assert "got" in str(caught.value)
 
 
+@pytest.mark.parametrize(("argument", "change"), BAD_BINDINGS)
+def test_a_replaced_binding_is_checked_too(
+    step: Step, plan: densemla.Plan, argument: str, change: dict[str, Any]
+) -> None:
+    binding = step.bind(plan)
+    with pytest.raises(ContractError) as caught:
+        replace(binding, **change)
+    assert caught.value.argument == argument
+
+
+def test_a_binding_may_be_replaced_for_another_layer(step: Step, plan: densemla.Plan) -> None:
+    binding = step.bind(plan)
+    layer = replace(binding, kv_cache=step.kv_cache.clone(), output=torch.empty_like(binding.output), active_splits=1)
+    densemla.run(layer)
+    assert torch.equal(layer.output, step.decode(num_splits=1)[0])
+    with pytest.raises(ContractError, match="plan"):
+        replace(binding, plan=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("caps", {"caps": None}),
+        ("caps", {"caps": Caps(num_q_heads=4, device="meta")}),
+        ("backend", {"backend": "reference"}),
+        ("num_splits", {"num_splits": 0}),
+        ("num_splits", {"num_splits": "4"}),
+        ("num_splits", {"num_splits": 1 << 20}),
+        ("chunks_per_split", {"num_splits": 8}),
+        ("chunks_per_split", {"chunks_per_split": 3}),
+        ("single_split_chunks", {"single_split_chunks": -1}),
+        ("single_split_chunks", {"single_split_chunks": None}),
+    ],
+)
+def test_a_replaced_plan_is_checked_too(plan: densemla.Plan, argument: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ContractError) as caught:
+        replace(plan, **change)
+    assert caught.value.argument == argument
+    assert replace(plan, num_splits=8, chunks_per_split=1).num_splits == 8
+
+
 def test_tensors_that_share_memory(step: Step, plan: densemla.Plan) -> None:
     output = torch.zeros(4, 4, 512, dtype=torch.bfloat16)
     scratch, floats = plan.empty_scratch(), output.view(-1).view(torch.float32)
@@ -171,6 +220,20 @@ def test_tensors_that_share_memory(step: Step, plan: densemla.Plan) -> None:
     binding = step.bind(plan, q=room[..., :576], output=room[..., 576:])
     densemla.run(binding)
     assert torch.equal(binding.output, step.decode(num_splits=4, single_split_chunks=2)[0])
+
+
+def test_packed_records_that_begin_off_a_word() -> None:
+    step = make_step([70], heads=4, kv_dtype=PACKED)
+    room = torch.zeros(step.kv_cache.numel() + 8, dtype=torch.uint8)
+    plan = densemla.plan(step.caps())
+    for begin in range(1, 5):
+        moved = room[begin : begin + step.kv_cache.numel()].view(step.kv_cache.shape)
+        moved.copy_(step.kv_cache)
+        if begin == 4:
+            densemla.run(step.bind(plan, kv_cache=moved))
+            return
+        with pytest.raises(ContractError, match=r"kv_cache.*4-byte"):
+            step.bind(plan, kv_cache=moved)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
@@ -280,7 +343,7 @@ def test_scratch_specs_describe_the_scratch(plan: densemla.Plan) -> None:
 
 
 def test_decode_refuses_what_is_not_a_step(step: Step) -> None:
-    with pytest.raises(ContractError, match="q: expected a tensor"):
+    with pytest.raises(ContractError, match="q: expected a dense tensor"):
         densemla.decode(None, step.kv_cache, step.page_table, step.cache_seqlens, sm_scale=1.0)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="kv_cache: expected 3 dimensions"):
         densemla.decode(step.q, step.kv_cache[0], step.page_table, step.cache_seqlens, sm_scale=1.0)
@@ -303,6 +366,11 @@ def test_decode_refuses_what_is_not_a_step(step: Step) -> None:
         ("kv_cache", 1, step.kv_cache[:, :0]),
         ("q", 0, step.q.double()),
         ("q", 0, step.q[:, :0]),
+        ("q", 0, nested(4, 576)),
+        ("kv_cache", 1, nested(64, 576)),
+        ("page_table", 2, nested(4, 576)),
+        ("q", 0, step.q[:1].expand((1 << 24) + 1, 4, 576)),
+        ("page_table", 2, step.page_table[:1].expand((1 << 24) + 1, -1)),
         ("kv_cache", 1, step.kv_cache.double()),
         ("cache_seqlens", 3, None),
     ):

@@ -9,7 +9,7 @@ import multiprocessing
 import re
 import subprocess
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ def binding_for(caps: densemla.Caps) -> densemla.Binding:
     )
     workspace = BACKEND.workspace(caps, plan.num_splits)
     extra = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in workspace.items()}
-    return replace(binding, scratch={**binding.scratch, **extra})
+    # No plan for the CPU has this workspace, and a binding that is replaced is checked.
+    binding.scratch.update(extra)
+    return binding
 
 
 POINTERS = {

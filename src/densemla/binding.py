@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_dense, check_leading, check_scale, check_tensor, is_int
+from .checks import check_dense, check_leading, check_scale, check_tensor, check_writable, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
 from .planning import Plan
@@ -29,7 +29,7 @@ class Binding:
 
     The tensors are the caller's own: lengths, page table and data are read anew by every ``run``.
     ``q_scale`` and ``kv_scale`` are one-element float32 tensors on the plan's device, or None where the
-    format has no scale. ``cu_seqlens_q`` is always present.
+    format has no scale. ``cu_seqlens_q`` is always present. ``dataclasses.replace`` checks as ``bind`` does.
     """
 
     plan: Plan
@@ -46,6 +46,10 @@ class Binding:
     kv_scale: torch.Tensor | None
     sm_scale: float
     active_splits: int
+
+    def __post_init__(self) -> None:
+        _check(self)
+        object.__setattr__(self, "scratch", dict(self.scratch))
 
     @property
     def total_q(self) -> int:
@@ -182,43 +186,15 @@ def bind(
     """
     if not isinstance(plan, Plan):
         raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
-    caps, fmt = plan.caps, plan.caps.kv_format
-    total_q = check_leading("q", q, caps.max_total_q, "max_total_q")
-    check_tensor("q", q, caps.q_dtype, (total_q, caps.num_q_heads, caps.head_dim), caps.device)
-    check_dense("kv_cache", kv_cache)
-    if kv_cache.dim() != 3:
-        raise ContractError("kv_cache", "3 dimensions [num_pages, page_size, row width]", list(kv_cache.shape))
-    check_tensor("kv_cache", kv_cache, fmt.dtype, (kv_cache.shape[0], caps.page_size, fmt.row_width), caps.device)
-    if caps.kv_dtype == PACKED and any(stride % 4 for stride in kv_cache.stride()[:2]):
-        raise ContractError("kv_cache", "packed records on 4-byte boundaries", f"strides {kv_cache.stride()}")
-    check_tensor("output", output, caps.output_dtype, (total_q, caps.num_q_heads, caps.kv_lora_rank), caps.device)
-    check_tensor("lse", lse, torch.float32, (total_q, caps.num_q_heads), caps.device, unit_stride=False)
-    for name, tensor in (("output", output), ("lse", lse)):
-        _check_writable(name, tensor)
-    batch = check_leading("cache_seqlens", cache_seqlens, caps.max_batch, "max_batch")
-    check_tensor("cache_seqlens", cache_seqlens, torch.int32, (batch,), caps.device)
-    check_dense("page_table", page_table)
-    if page_table.dim() != 2:
-        raise ContractError("page_table", f"2 dimensions [batch = {batch}, width]", list(page_table.shape))
-    check_tensor("page_table", page_table, torch.int32, (batch, page_table.shape[1]), caps.device)
     if cu_seqlens_q is None:
+        total_q = check_leading("q", q, plan.caps.max_total_q, "max_total_q")
+        batch = check_leading("cache_seqlens", cache_seqlens, plan.caps.max_batch, "max_batch")
         if total_q != batch:
             raise ContractError("cu_seqlens_q", f"a tensor when total_q = {total_q} is not batch = {batch}", None)
-        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=caps.device)
-    check_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), caps.device)
-    if query_cache_seqlens is not None:
-        if not plan.supports("query_cache_seqlens"):
-            raise ContractError("query_cache_seqlens", f"None (backend {plan.backend})", "a tensor")
-        check_tensor("query_cache_seqlens", query_cache_seqlens, torch.int32, (total_q,), caps.device)
-    sm_scale = check_scale("sm_scale", sm_scale)
-    if active_splits is None:
-        active_splits = plan.num_splits
-    if not is_int(active_splits, 1, plan.num_splits):
-        raise ContractError("active_splits", f"an int in [1, plan.num_splits = {plan.num_splits}]", repr(active_splits))
-    _check_scratch(plan, scratch)
-    binding = Binding(
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=plan.caps.device)
+    return Binding(
         plan=plan,
-        scratch=dict(scratch),
+        scratch=scratch,
         q=q,
         kv_cache=kv_cache,
         output=output,
@@ -227,25 +203,62 @@ def bind(
         cache_seqlens=cache_seqlens,
         cu_seqlens_q=cu_seqlens_q,
         query_cache_seqlens=query_cache_seqlens,
-        q_scale=_scale("q_scale", q_scale, plan, plan.supports("q_scale"), "float8_e4m3fn queries"),
-        kv_scale=_scale("kv_scale", kv_scale, plan, plan.supports("kv_scale"), "a float8_e4m3fn cache"),
-        sm_scale=sm_scale,
-        active_splits=active_splits,
+        q_scale=_scale("q_scale", q_scale, plan),
+        kv_scale=_scale("kv_scale", kv_scale, plan),
+        sm_scale=check_scale("sm_scale", sm_scale),
+        active_splits=plan.num_splits if active_splits is None else active_splits,
     )
+
+
+def _check(binding: Binding) -> None:
+    """Raise :class:`ContractError` unless the fields fit each other, and by value where they lie in host memory."""
+    plan, q, kv_cache = binding.plan, binding.q, binding.kv_cache
+    if not isinstance(plan, Plan):
+        raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
+    caps, fmt = plan.caps, plan.caps.kv_format
+    total_q = check_leading("q", q, caps.max_total_q, "max_total_q")
+    check_tensor("q", q, caps.q_dtype, (total_q, caps.num_q_heads, caps.head_dim), caps.device)
+    check_dense("kv_cache", kv_cache)
+    if kv_cache.dim() != 3:
+        raise ContractError("kv_cache", "3 dimensions [num_pages, page_size, row width]", list(kv_cache.shape))
+    check_tensor("kv_cache", kv_cache, fmt.dtype, (kv_cache.shape[0], caps.page_size, fmt.row_width), caps.device)
+    if caps.kv_dtype == PACKED and any(step % 4 for step in (kv_cache.data_ptr(), *kv_cache.stride()[:2])):
+        raise ContractError(
+            "kv_cache",
+            "packed records on 4-byte boundaries",
+            f"address {kv_cache.data_ptr():#x}, strides {kv_cache.stride()}",
+        )
+    rows = (total_q, caps.num_q_heads)
+    check_tensor("output", binding.output, caps.output_dtype, (*rows, caps.kv_lora_rank), caps.device)
+    check_tensor("lse", binding.lse, torch.float32, rows, caps.device, unit_stride=False)
+    for name, tensor in (("output", binding.output), ("lse", binding.lse)):
+        check_writable(name, tensor)
+    batch = check_leading("cache_seqlens", binding.cache_seqlens, caps.max_batch, "max_batch")
+    check_tensor("cache_seqlens", binding.cache_seqlens, torch.int32, (batch,), caps.device)
+    page_table = binding.page_table
+    check_dense("page_table", page_table)
+    if page_table.dim() != 2:
+        raise ContractError("page_table", f"2 dimensions [batch = {batch}, width]", list(page_table.shape))
+    check_tensor("page_table", page_table, torch.int32, (batch, page_table.shape[1]), caps.device)
+    check_tensor("cu_seqlens_q", binding.cu_seqlens_q, torch.int32, (batch + 1,), caps.device)
+    if binding.query_cache_seqlens is not None:
+        if not plan.supports("query_cache_seqlens"):
+            raise ContractError("query_cache_seqlens", f"None (backend {plan.backend})", "a tensor")
+        check_tensor("query_cache_seqlens", binding.query_cache_seqlens, torch.int32, (total_q,), caps.device)
+    for name, scale in (("q_scale", binding.q_scale), ("kv_scale", binding.kv_scale)):
+        if plan.supports(name):
+            check_tensor(name, scale, torch.float32, (1,), caps.device)
+        elif scale is not None:
+            raise ContractError(name, f"None: only {_SCALED[name]} take a scale", "a scale")
+    check_scale("sm_scale", binding.sm_scale)
+    if not is_int(binding.active_splits, 1, plan.num_splits):
+        raise ContractError(
+            "active_splits", f"an int in [1, plan.num_splits = {plan.num_splits}]", repr(binding.active_splits)
+        )
+    _check_scratch(plan, binding.scratch)
     _check_aliases(binding)
     if caps.device.type == "cpu":
         binding.host_lengths()
-    return binding
-
-
-def _check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a view in which two elements share memory: the second write would hide the first."""
-    reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                raise ContractError(name, "elements that do not overlap", f"strides {tensor.stride()}")
-            reach += stride * (size - 1)
 
 
 def _check_aliases(binding: Binding) -> None:
@@ -280,22 +293,20 @@ def _check_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor]) -> None:
             raise ContractError(f"scratch[{name!r}]", "a contiguous tensor", f"strides {tensor.stride()}")
 
 
-def _scale(
-    name: str, value: torch.Tensor | float | None, plan: Plan, takes_scale: bool, wanted: str
-) -> torch.Tensor | None:
-    if not takes_scale:
+_SCALED = {"q_scale": "float8_e4m3fn queries", "kv_scale": "a float8_e4m3fn cache"}
+
+
+def _scale(name: str, value: torch.Tensor | float | None, plan: Plan) -> torch.Tensor | None:
+    """A caller's scale as the one-element tensor that a binding holds."""
+    if not plan.supports(name):
         if value is not None:
-            raise ContractError(name, f"None: only {wanted} take a scale", "a scale")
+            raise ContractError(name, f"None: only {_SCALED[name]} take a scale", "a scale")
         return None
     device = plan.caps.device
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ContractError(name, f"one float32 on {device}", list(value.shape))
         check_tensor(name, value, torch.float32, tuple(value.shape), device, unit_stride=False)
-        if device.type == "cpu":
-            check_scale(name, float(value))
         return value.reshape(1)
-    if value is None:
-        value = 1.0
-    check_scale(name, value)
-    return torch.tensor([value], dtype=torch.float32, device=device)
+    scale = check_scale(name, 1.0 if value is None else value)
+    return torch.tensor([scale], dtype=torch.float32, device=device)

@@ -31,10 +31,14 @@ def check_scale(name: str, value: object) -> float:
     return float(value)
 
 
-def check_dense(name: str, tensor: object) -> None:
-    """``tensor`` must be a tensor with memory and strides."""
+def check_dense(name: str, tensor: object) -> torch.Tensor:
+    """``tensor``, which must be one with memory and strides."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         raise ContractError(name, "a dense tensor", getattr(tensor, "layout", type(tensor).__name__))
+    if tensor.is_nested:
+        # Its layout is strided too, but it has no sizes to ask for.
+        raise ContractError(name, "a dense tensor", "a nested tensor")
+    return tensor
 
 
 def check_leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:
@@ -47,15 +51,15 @@ def check_leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) 
 
 def check_tensor(
     name: str,
-    tensor: torch.Tensor,
+    value: object,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     device: torch.device,
     *,
     unit_stride: bool = True,
 ) -> None:
-    """``tensor`` must be dense, of this dtype, shape and device, and plain memory to a kernel."""
-    check_dense(name, tensor)
+    """``value`` must be a dense tensor of this dtype, shape and device, and plain memory to a kernel."""
+    tensor = check_dense(name, value)
     if tensor.dtype is not dtype:
         raise ContractError(name, f"dtype {dtype}", tensor.dtype)
     if tuple(tensor.shape) != shape:
@@ -67,6 +71,16 @@ def check_tensor(
         raise ContractError(name, "a tensor without a pending negation (see torch.resolve_neg)", "a negated view")
     if unit_stride and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ContractError(name, "a last dimension of stride 1", f"strides {tensor.stride()}")
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a view in which two elements share memory: the second write would hide the first."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ContractError(name, "elements that do not overlap", f"strides {tensor.stride()}")
+            reach += stride * (size - 1)
 
 
 def same_device(device: torch.device, planned: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 from .backends import load
 from .binding import Binding, bind
 from .caps import Caps
-from .checks import check_int, is_int
+from .checks import check_dense, check_int, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
 from .options import SplitOptions, check_single_split_chunks
@@ -62,6 +62,8 @@ _TENSOR_OF_FIELD = {
     "qk_rope_head_dim": "q",
     "kv_dtype": "kv_cache",
     "page_size": "kv_cache",
+    "max_total_q": "q",
+    "max_batch": "page_table",
 }
 
 
@@ -116,8 +118,7 @@ def decode(
         ContractError: an argument does not fit; the message names it.
     """
     for name, tensor, dims in (("q", q, 3), ("kv_cache", kv_cache, 3), ("page_table", page_table, 2)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ContractError(name, "a tensor", type(tensor).__name__)
+        check_dense(name, tensor)
         if tensor.dim() != dims:
             raise ContractError(name, f"{dims} dimensions", list(tensor.shape))
     page_size = kv_cache.shape[1]

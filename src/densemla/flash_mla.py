@@ -34,8 +34,6 @@ _Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAMES = {
     "num_q_heads": "q",
     "q_dtype": "q",
-    "max_total_q": "q",
-    "max_batch": "q",
     "kv_lora_rank": "head_dim_v",
     "qk_rope_head_dim": "head_dim_v",
     "kv_cache": "k_cache",

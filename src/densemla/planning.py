@@ -8,7 +8,7 @@ import torch
 
 from .backends import Backend, resolve
 from .caps import Caps
-from .checks import is_int
+from .checks import check_int, is_int
 from .errors import ContractError
 from .splits import ceil_div, default_num_splits, launch_splits
 
@@ -35,6 +35,8 @@ class ScratchSpec:
 class Plan:
     """How every step that fits ``caps`` is decoded. Made by :func:`plan`; immutable and reusable.
 
+    ``dataclasses.replace`` raises :class:`ContractError` for fields that do not fit each other.
+
     Attributes:
         caps: what was asked for, options resolved.
         backend: name of the backend that runs it.
@@ -49,6 +51,22 @@ class Plan:
     chunks_per_split: int
     single_split_chunks: int
     _backend: Backend = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        caps, backend = self.caps, self._backend
+        if not isinstance(caps, Caps):
+            raise ContractError("caps", "a densemla.Caps", type(caps).__name__)
+        if self.backend != backend.name:
+            raise ContractError("backend", f"{backend.name!r}, which the plan was made for", repr(self.backend))
+        if (why := backend.refusal(caps)) is not None:
+            raise ContractError("caps", f"caps that {backend.name!r} can run here", why)
+        check_int("num_splits", self.num_splits, 1, backend.most_splits)
+        per_split = ceil_div(caps.max_chunks, self.num_splits)
+        if self.chunks_per_split != per_split:
+            raise ContractError(
+                "chunks_per_split", f"{per_split}, as num_splits = {self.num_splits} has it", repr(self.chunks_per_split)
+            )
+        check_int("single_split_chunks", self.single_split_chunks, 0)
 
     @property
     def partial_dtype(self) -> torch.dtype:
