@@ -145,7 +145,7 @@ def test_rebinding_lengths_in_place_equals_a_fresh_decode() -> None:
         assert torch.equal(binding.lse, fresh.lse)
 
 
-def test_run_allocates_no_tensor() -> None:
+def test_run_allocates_no_tensor(kernel: str) -> None:
     step = make_step([5000, 0, 300], heads=12, queries=2)
     plan = densemla.plan(step.caps(num_splits=6, single_split_chunks=0))
     binding = step.bind(plan)
@@ -153,5 +153,6 @@ def test_run_allocates_no_tensor() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         densemla.run(binding)
     allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
-    # aminmax of the page-table check makes two int32 per request.
-    assert allocated <= 4096, profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=10)
+    # The torch form asks which of its rows have no score above -inf: a flag for each.
+    most = 0 if kernel == "native" else 4096
+    assert allocated <= most, profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=10)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -106,7 +108,7 @@ from steps import make_step
 
 # Large enough for torch itself to use its threads in the parent, which a child does not have; so the child
 # compares without torch.
-step = make_step([3000], heads=96, queries=12)
+step = make_step([int(sys.argv[2])], heads=int(sys.argv[3]), queries=12, page_size=int(sys.argv[4]))
 before = step.decode()[0].view(torch.int16).numpy()
 child = os.fork()
 same = bool((step.decode()[0].view(torch.int16).numpy() == before).all())
@@ -117,5 +119,13 @@ sys.exit(0 if same and status == 0 else 1)
 """
 
 
-def test_a_forked_child_decodes_too() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(Path(__file__).parent)], check=True, timeout=120)
+@pytest.mark.parametrize(("length", "heads", "page_size"), [(3000, 96, 64), (40000, 1, 1)])
+def test_a_forked_child_decodes_too(length: int, heads: int, page_size: int) -> None:
+    sizes = map(str, (length, heads, page_size))
+    command = [sys.executable, "-W", "ignore", "-c", FORK, str(Path(__file__).parent), *sizes]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            assert process.wait(60) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the child that hangs, too
+            raise

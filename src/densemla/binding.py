@@ -121,7 +121,9 @@ class Binding:
             pages = -(-length // page_size)
             if pages == 0:
                 continue
-            low, high = (int(bound) for bound in self.page_table[i, :pages].aminmax())
+            # Not torch, which looks at a long row with threads that a forked child does not have.
+            ids = self.page_table[i, :pages].numpy()
+            low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.num_pages:
                 raise ContractError(
                     "page_table",

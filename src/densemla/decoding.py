@@ -39,7 +39,7 @@ def run(binding: Binding) -> None:
     """Decode one step into the bound ``output`` and ``lse``.
 
     Reads lengths, page table, scales and data from the bound tensors as they are now; allocates nothing
-    (checks in host memory make a few bytes). Records no gradient. On CUDA it only launches, on the current
+    (without the compiled CPU decode a few bytes). Records no gradient. On CUDA it only launches, on the current
     stream, and can be captured in a graph.
 
     Raises:

@@ -64,7 +64,9 @@ class Plan:
         per_split = ceil_div(caps.max_chunks, self.num_splits)
         if self.chunks_per_split != per_split:
             raise ContractError(
-                "chunks_per_split", f"{per_split}, as num_splits = {self.num_splits} has it", repr(self.chunks_per_split)
+                "chunks_per_split",
+                f"{per_split}, as num_splits = {self.num_splits} has it",
+                repr(self.chunks_per_split),
             )
         check_int("single_split_chunks", self.single_split_chunks, 0)
 
