@@ -241,6 +241,18 @@ def test_indexed_over_a_view_of_one_layer(gap: int) -> None:
     check(out, lse, case, lambda i, t: flat[indices[i, t][indices[i, t] >= 0].long()])
 
 
+def test_indices_may_have_any_strides() -> None:
+    case = Case([40, 700], 3, 4, precise())
+    indices = case.indices(64)
+
+    def run(chosen: torch.Tensor) -> torch.Tensor:
+        return flash_mla_with_kvcache(case.q, case.plain(), None, None, DV, *get_mla_metadata(), indices=chosen)[0]
+
+    for dim in (0, 1):
+        assert torch.equal(run(indices.transpose(dim, 2).contiguous().transpose(dim, 2)), run(indices))
+    assert torch.equal(run(indices[:1].expand_as(indices)), run(indices[:1].repeat(2, 1, 1)))
+
+
 def test_topk_length_sink_and_extra_cache() -> None:
     case = Case([40, 700, 200], 2, 4, precise())
     other = Case([64, 64, 64], 2, 4, precise(), block=16, seed=9)
@@ -380,6 +392,11 @@ def test_refusals(device: str) -> None:
     if device == "cpu":
         call("indices", indices=torch.full_like(indices, cache.shape[0] * 64))
         call("indices", indices=torch.full_like(indices, -2))
+        for length in (-1, 9):
+            lengths = torch.full_like(case.cache_seqlens, length)
+            call("topk_length", indices=indices, topk_length=lengths)
+            extra = {"extra_k_cache": cache, "extra_indices_in_kvcache": indices, "extra_topk_length": lengths}
+            call("extra_topk_length", indices=indices, **extra)
     call("indices", indices=[1])
     call("indices", indices=torch.tensor(1, dtype=torch.int32))
     call("k_cache", k_cache=cache.double(), indices=indices)

@@ -120,6 +120,7 @@ def test_bad_scales_are_refused(scale: object) -> None:
         ("kv_cache", {"kv_cache": torch.zeros(1, 4, 576, device="meta")}),
         ("kv_cache", {"kv_cache": torch.zeros(1, 4, 576, dtype=torch.int8)}),
         ("kv_cache", {"kv_cache": torch.zeros(1, 1, 576).expand(1, 4, 576)}),
+        ("kv_cache", {"kv_cache": torch.zeros(1, 4, 576).as_strided((1, 4, 576), (2304, 288, 1))}),
         ("latent", {"latent": torch.zeros(2, 512).to_sparse()}),
         ("slot_mapping", {"slot_mapping": torch.tensor([0])}),
         ("slot_mapping", {"slot_mapping": torch.tensor([0, 1]).to_sparse()}),
@@ -142,3 +143,20 @@ def test_bad_input_is_refused_before_anything_is_written(argument: str, change: 
         densemla.kv_cache.append(**arguments)  # type: ignore[arg-type]
     assert caught.value.argument == argument
     assert cache.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("num_pages", value) for value in (-1, 1 << 31, 10**40, 2.0, True)),
+        *(("page_size", value) for value in (0, 10**40)),
+        *(("kv_lora_rank", value) for value in (0, 4097)),
+        *(("qk_rope_head_dim", value) for value in (-1, 4097)),
+        ("kv_dtype", "nvfp4"),
+        ("device", "warp"),
+    ],
+)
+def test_a_cache_of_no_such_size_is_refused(argument: str, value: object) -> None:
+    with pytest.raises(ContractError) as caught:
+        densemla.kv_cache.empty(**{"num_pages": 1, "page_size": 4, argument: value})  # type: ignore[arg-type]
+    assert caught.value.argument == argument

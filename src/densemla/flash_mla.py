@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import is_int
+from .checks import check_dense, is_int
 from .decoding import decode
 from .errors import ContractError
 from .kv_formats import kv_format
@@ -150,15 +150,15 @@ def flash_mla_with_kvcache(
         attn_sink: float32 [num_heads_q]; scales the output by ``exp(lse) / (exp(lse) + exp(sink))``, not the
             LSE. +inf gives 0.
         extra_k_cache, extra_indices_in_kvcache: a second cache and slots in it, attended to as well.
-        topk_length, extra_topk_length: int32 [batch]: only so many leading indices count.
+        topk_length, extra_topk_length: int32 [batch], 0 to topk: only so many leading indices count.
 
     Returns:
         ``(out, softmax_lse)``: [batch, s_q, num_heads_q, head_dim_v] in the query's dtype, and float32
         [batch, num_heads_q, s_q], **natural log**. A query that sees nothing: 0 and **+inf**.
 
     Raises:
-        ContractError: an argument does not fit; in host memory also an index outside the cache. On a GPU such
-            an index is skipped.
+        ContractError: an argument does not fit; in host memory also an index outside the cache or a
+            ``topk_length`` outside its range. On a GPU such an index is skipped, such a length cut to the range.
     """
     _check("q", q, None, (None, None, None, None))
     if q.dtype not in _Q_DTYPES:
@@ -287,18 +287,18 @@ def _indexed(
         raise ContractError(names["kv_cache"], "num_heads_k = 1 with indices", cache.shape[2])
     topk = indices.shape[2]
     num_blocks, block = cache.shape[:2]
-    if indices.device.type == "cpu" and indices.numel():
-        low, high = (int(bound) for bound in indices.aminmax())
-        if low < -1 or high >= num_blocks * block:
-            raise ContractError(name, f"-1 or a slot in [0, {num_blocks * block})", low if low < -1 else high)
+    if (odd := _outside(indices, -1, num_blocks * block - 1)) is not None:
+        raise ContractError(name, f"-1 or a slot in [0, {num_blocks * block})", odd)
     live = (indices >= 0) & (indices < num_blocks * block)
     if topk_length is not None:
         _check(names["cache_seqlens"], topk_length, torch.int32, (batch,), q.device)
+        if (odd := _outside(topk_length, 0, topk)) is not None:
+            raise ContractError(names["cache_seqlens"], f"0 to the {topk} columns of {name}", odd)
         live &= torch.arange(topk, device=indices.device) < topk_length.view(batch, 1, 1)
     with _flash_mla_names(names):
         tokens, slot_step, token_step = _token_pages(cache)
         pages = indices // block * slot_step + indices % block * token_step
-        live, pages = live.view(batch * s_q, topk), pages.view(batch * s_q, topk)
+        live, pages = live.reshape(batch * s_q, topk), pages.reshape(batch * s_q, topk)
         # Skipped entries move behind the live ones, into a column that is cut off: no host sync.
         place = torch.where(live, live.cumsum(1) - 1, topk)
         page_table = pages.new_zeros(batch * s_q, topk + 1).scatter_(1, place, pages)[:, :topk]
@@ -310,6 +310,16 @@ def _indexed(
             sm_scale=softmax_scale,
             kv_lora_rank=head_dim_v,
         )
+
+
+def _outside(values: torch.Tensor, low: int, high: int) -> int | None:
+    """A value outside [low, high], if there is one in host memory."""
+    if values.device.type != "cpu" or not values.numel():
+        return None
+    least, most = (int(bound) for bound in values.aminmax())
+    if least < low:
+        return least
+    return most if most > high else None
 
 
 def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -397,13 +407,10 @@ def _check(
     device: torch.device | None = None,
 ) -> None:
     """Refuse what is no dense tensor of this dtype, shape (None leaves a size open) and device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ContractError(name, "a tensor", type(tensor).__name__)
+    tensor = check_dense(name, tensor)
     fits = tensor.dim() == len(shape) and all(
         want in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
     )
-    if tensor.layout is not torch.strided:
-        raise ContractError(name, "a dense tensor", tensor.layout)
     if not fits or dtype not in (None, tensor.dtype):
         sizes = ", ".join("*" if want is None else str(want) for want in shape)
         raise ContractError(

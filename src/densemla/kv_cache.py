@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import check_dense, check_int, check_scale
+from .checks import check_dense, check_int, check_scale, check_writable
 from .device import usable
 from .errors import ContractError
 from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_fields
@@ -27,13 +27,13 @@ def empty(
         ContractError: a size is no int in its range, there is no such format, or ``device`` is no CPU or
             CUDA device that torch can use here.
     """
-    for name, value, low in (
-        ("num_pages", num_pages, 0),
-        ("page_size", page_size, 1),
-        ("kv_lora_rank", kv_lora_rank, 1),
-        ("qk_rope_head_dim", qk_rope_head_dim, 0),
+    for name, value, low, high in (
+        ("num_pages", num_pages, 0, (1 << 31) - 1),
+        ("page_size", page_size, 1, 1 << 20),
+        ("kv_lora_rank", kv_lora_rank, 1, 4096),
+        ("qk_rope_head_dim", qk_rope_head_dim, 0, 4096),
     ):
-        check_int(name, value, low)
+        check_int(name, value, low, high)
     fmt = kv_format(kv_dtype, kv_lora_rank, qk_rope_head_dim)
     return torch.empty(num_pages, page_size, fmt.row_width, dtype=fmt.dtype, device=usable(device))
 
@@ -62,9 +62,9 @@ def append(
             or a one-element float32 tensor; None is 1.
 
     Raises:
-        ContractError: shapes, dtypes or devices do not fit, a scale is 0, negative, NaN or infinite, or
-            (host memory only) a slot lies outside the cache. Nothing has been written. On a GPU slots
-            outside the cache are skipped and a scale tensor is not read.
+        ContractError: shapes, dtypes or devices do not fit, rows of the cache overlap, a scale is 0,
+            negative, NaN or infinite, or (host memory only) a slot lies outside the cache. Nothing has been
+            written. On a GPU slots outside the cache are skipped and a scale tensor is not read.
     """
     fmt = _check(latent, rope, kv_cache, slot_mapping)
     if not fmt.scaled and kv_scale is not None:
@@ -84,8 +84,8 @@ def append(
 
 def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> KVFormat:
     for name, tensor in (("latent", latent), ("rope", rope)):
-        dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-        if not dense or tensor.dim() != 2 or tensor.dtype not in _SOURCE_DTYPES:
+        check_dense(name, tensor)
+        if tensor.dim() != 2 or tensor.dtype not in _SOURCE_DTYPES:
             raise ContractError(name, "a float tensor [tokens, width]", _describe(tensor))
     if rope.shape[0] != latent.shape[0]:
         raise ContractError("rope", f"{latent.shape[0]} tokens, as latent has", rope.shape[0])
@@ -97,8 +97,7 @@ def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slo
         fmt = kv_format(kv_cache.dtype, latent.shape[1], rope.shape[1])
     except ContractError as error:
         raise ContractError("kv_cache", f"a dtype that is {error.expected}", error.got) from error
-    if any(stride == 0 and size > 1 for stride, size in zip(kv_cache.stride(), kv_cache.shape, strict=True)):
-        raise ContractError("kv_cache", "rows that do not share memory", _describe(kv_cache))
+    check_writable("kv_cache", kv_cache)
     if kv_cache.shape[2] != fmt.row_width or (fmt.row_width > 1 and kv_cache.stride(2) != 1):
         raise ContractError("kv_cache", f"rows of {fmt.row_width} with stride 1", _describe(kv_cache))
     if slots.dtype not in (torch.int32, torch.int64) or tuple(slots.shape) != (latent.shape[0],):
@@ -114,11 +113,8 @@ def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slo
     return fmt
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        strides = value.stride() if value.layout is torch.strided else value.layout
-        return f"{value.dtype} {list(value.shape)} with strides {strides}"
-    return type(value).__name__
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
 
 
 def _scale_of(kv_scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float:
