@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +134,39 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ContractError, match="a safetensors file"):
         captured.load_step(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("name", ["kv_lora_ranks", "partial_dtype"])
+def test_misspelt_metadata_is_refused(tmp_path: Path, name: str) -> None:
+    save_file(make_step().tensors(), tmp_path / "step", {"sm_scale": "0.07", "format": "pt", name: "256"})
+    with pytest.raises(ContractError, match=rf"step: metadata {name}: expected only sm_scale, kv_lora_rank.*'256'"):
+        captured.load_step(tmp_path / "step")
+
+
+def test_metadata_that_others_write_is_fine(tmp_path: Path) -> None:
+    words = {"sm_scale": "0.07", "format": "pt", "layer.source": "somewhere"}
+    save_file(make_step().tensors(), tmp_path / "step", words)
+    assert captured.load_step(tmp_path / "step").sm_scale == 0.07
+
+
+def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ContractError, match=r"pipe: expected a file to write, got a device, a pipe or a socket"):
+        captured.save_step(pipe, make_step())
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_failed_write_names_the_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(part: Path, data: bytes) -> int:
+        part.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/step'$"):
+        captured.save_step(tmp_path / "step", make_step())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -241,6 +242,8 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     assert "[none]" in refused("decode", LAYER, "-o", tmp_path / "[none]" / "out")
     assert f"{tmp_path}: expected a file to write, got a directory" in refused("decode", LAYER, "-o", tmp_path)
     assert "got a directory" in refused(*SHORT_STUDY, "--json", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "got a device, a pipe or a socket" in refused("decode", LAYER, "-o", tmp_path / "pipe")
     assert "another file than INPUT" in refused("decode", lacking, "-o", lacking)
     assert "output: expected" in refused("check", LAYER, "--against", LAYER)
     assert "against" in refused("check", LAYER, "--against", lacking, "--partial-dtype", "fp32")

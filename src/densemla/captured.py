@@ -4,7 +4,7 @@ A step holds the tensors ``q``, ``kv_cache``, ``page_table`` and ``cache_seqlens
 ``cu_seqlens_q``, ``query_cache_seqlens``, ``q_scale`` and ``kv_scale``, with the shapes of
 :func:`densemla.bind`; its metadata holds ``sm_scale`` and, where it is not 512, ``kv_lora_rank``.
 Tensors and metadata whose names begin with ``layer.`` may say where the step came from; nothing else is
-allowed, because a misspelt optional tensor would otherwise change the answer in silence.
+allowed, because a misspelt optional name would otherwise change the answer in silence.
 
 A result holds ``output`` and ``lse`` (natural log); its metadata may say how it was made, and with
 ``input_sha256`` from which file. Results of other software can be checked as well: all of it is optional.
@@ -143,11 +143,22 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise ContractError(str(path), "a safetensors file", error) from error
 
 
+def check_target(path: Path) -> None:
+    """Refuse a name under which no file can be written or replaced.
+
+    Raises:
+        IsADirectoryError: it is a directory.
+        ContractError: it is a device, a pipe or a socket, in whose place a file would come.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        raise ContractError(str(path), "a file to write", "a device, a pipe or a socket")
+
+
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write all or nothing: a reader never sees half a file."""
-    if path.is_dir():
-        # Replacing it would fail too, but with the name of the part file.
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    check_target(path)
     part = path.with_name(path.name + ".part")
     # Copies, because the format holds neither strides nor tensors that share memory.
     copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
@@ -155,6 +166,9 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
     try:
         part.write_bytes(data)
         part.replace(path)
+    except OSError as error:
+        # Of the part file the caller knows nothing.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -166,7 +180,10 @@ def save_step(
     provenance: Mapping[str, torch.Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a step; ``provenance`` and ``metadata`` are stored under names that begin with ``layer.``."""
+    """Write a step; ``provenance`` and ``metadata`` are stored under names that begin with ``layer.``.
+
+    Raises as :func:`check_target` does, or an ``OSError`` with the name of ``path``; then nothing is left there.
+    """
     extra = {PROVENANCE + name: tensor for name, tensor in (provenance or {}).items()}
     words = {PROVENANCE + name: text for name, text in (metadata or {}).items()}
     words["sm_scale"] = repr(step.sm_scale)
@@ -196,6 +213,14 @@ def load_step(path: Path) -> CapturedStep:
                 f"{path}: {name}",
                 f"only {', '.join((*_REQUIRED, *_OPTIONAL))}, or a name that begins with {PROVENANCE!r}",
                 "a tensor of that name",
+            )
+    for name in metadata:
+        # Libraries that save tensors state their own "format".
+        if name not in ("sm_scale", "kv_lora_rank", "format"):
+            raise ContractError(
+                f"{path}: metadata {name}",
+                f"only sm_scale, kv_lora_rank, or a name that begins with {PROVENANCE!r}",
+                repr(metadata[name]),
             )
     if "sm_scale" not in metadata:
         raise ContractError(

@@ -232,10 +232,13 @@ def decode(
 ) -> None:
     """Run one captured decode step.
 
-    INPUT holds q, kv_cache, page_table and cache_seqlens, optionally cu_seqlens_q, query_cache_seqlens, q_scale and
-    kv_scale, and sm_scale in its metadata. OUT gets output and lse (natural log).
+    INPUT holds q, kv_cache, page_table and cache_seqlens, and where they apply
+    cu_seqlens_q, query_cache_seqlens, q_scale and kv_scale. Its metadata holds
+    sm_scale, and kv_lora_rank where that is not 512. OUT gets output and lse
+    (natural log).
     """
     _check_folder(output_file)
+    captured.check_target(output_file)
     if output_file.exists() and input_file.exists() and output_file.samefile(input_file):
         raise ContractError("output", "another file than INPUT", output_file)
     result = _decode(input_file, _options(partial_dtype, single_split_chunks, backend), backend, device)
