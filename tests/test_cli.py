@@ -151,6 +151,10 @@ def test_a_study_takes_other_types_thresholds_and_logits(tmp_path: Path) -> None
             for suffix in (".xyz", ".gif", ".pgf", ".eps", "")
         ),
         (["--json", "no/such/folder/x.json"], "no/such/folder"),
+        (["--json", "both.png", "--plot", "./both.png"], "plot: expected another file than --json"),
+        (["--tokens", "64", "--seed", str(1 << 64)], "seed: expected an int in"),
+        (["--capacity", "0"], "capacity: expected an int in [1, 2147483647], got 0"),
+        (["--capacity", "2048m"], "capacity: expected an int in [1, 2147483647]"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused_before_it_runs(arguments: list[str], said: str) -> None:
@@ -248,6 +252,23 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     assert "output: expected" in refused("check", LAYER, "--against", LAYER)
     assert "against" in refused("check", LAYER, "--against", lacking, "--partial-dtype", "fp32")
     assert not out.exists()
+
+
+def test_a_result_that_may_not_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permissions do not bind root, who may run this.
+    protected = (tmp_path, tmp_path / "old.png")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path not in protected)
+    monkeypatch.setattr("densemla.cli.run_study", lambda *_: pytest.fail("it ran"))
+    assert "no permission" in refused("study", "--json", tmp_path / "new")
+    (tmp_path / "old.png").touch()
+    assert "no permission" in refused("study", "--plot", tmp_path / "old.png")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    # -u: the pipe is noticed when it is written to, not when Python ends.
+    command = f"{sys.executable} -u -m densemla.cli --version | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
 
 
 def test_brackets_in_names_are_no_markup(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from .splits import CHUNK_TOKENS, ceil_div
 _Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+MOST_TOKENS = (1 << 31) - 1
+"""Lengths are int32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
@@ -79,7 +82,7 @@ class Caps:
             ("page_size", 1, 1 << 20),
             ("max_total_q", 1, 1 << 24),
             ("max_batch", 1, 1 << 24),
-            ("max_cache_tokens", 1, (1 << 31) - 1),
+            ("max_cache_tokens", 1, MOST_TOKENS),
         ):
             check_int(name, getattr(self, name), low, high)
         for name in ("max_splits", "num_splits"):

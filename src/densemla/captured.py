@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,11 @@ def check(step: CapturedStep, result: Result, tolerance: float | None = None) ->
         )
         for query, head in enumerate(ranked.argmax(-1).tolist())
     ]
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest; NaN is larger than all, and none at all is 0."""
+    return max(errors, default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def _difference(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -29,6 +31,19 @@ def check_scale(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
         raise ContractError(name, "a finite number above 0, in float32", repr(value))
     return float(value)
+
+
+def check_result_file(path: Path | None) -> None:
+    """Refuse a result file that could not be written, before the work rather than after it; None is none."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ContractError(str(path), "a file to write", "a directory")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ContractError(str(path), "a file in a folder that exists", f"no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ContractError(str(path), "a file that can be written", "no permission")
 
 
 def check_dense(name: str, tensor: object) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from . import __version__, captured, presets, reporting
 from .backends import load
+from .checks import check_result_file
 from .device import current, usable
 from .distributed.check import dcp_check
 from .doctor import State, examine
@@ -38,6 +39,9 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except ContractError as error:
             message = str(error)
+        except BrokenPipeError:
+            # Whoever read the output has had enough (head); Click ends quietly.
+            raise
         except OSError as error:
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
@@ -82,14 +86,6 @@ def _capacity(text: str) -> int:
     if len(lengths) != 1:
         raise ContractError("capacity", "one length, such as 128k", repr(text))
     return lengths[0]
-
-
-def _check_folder(path: Path | None) -> None:
-    """Refuse a result file that could not be written, before the work rather than after it."""
-    if path is not None and path.is_dir():
-        raise ContractError(str(path), "a file to write", "a directory")
-    if path is not None and not path.resolve().parent.is_dir():
-        raise ContractError(str(path), "a file in a folder that exists", f"no folder {path.resolve().parent}")
 
 
 def _options(partial_dtype: str | None, single_split_chunks: int | None, backend: str) -> SplitOptions | None:
@@ -179,7 +175,9 @@ def study(
 
         plotting.check_suffix(plot)
     for path in (json_file, plot):
-        _check_folder(path)
+        check_result_file(path)
+    if json_file is not None and plot is not None and json_file.resolve() == plot.resolve():
+        raise ContractError("plot", "another file than --json", plot)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=config.steps)
@@ -237,7 +235,7 @@ def decode(
     sm_scale, and kv_lora_rank where that is not 512. OUT gets output and lse
     (natural log).
     """
-    _check_folder(output_file)
+    check_result_file(output_file)
     captured.check_target(output_file)
     if output_file.exists() and input_file.exists() and output_file.samefile(input_file):
         raise ContractError("output", "another file than INPUT", output_file)

@@ -9,7 +9,7 @@ import torch
 
 from .backends import load
 from .binding import Binding, bind
-from .caps import Caps
+from .caps import MOST_TOKENS, Caps
 from .checks import check_dense, check_int, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
@@ -22,8 +22,6 @@ DECODE_SPLITS = 32
 
 DECODE_CAPACITY = 131072
 """Capacity, in tokens, that :func:`decode` takes its splits and threshold from, and plans for at least."""
-
-_MOST_TOKENS = (1 << 31) - 1
 
 
 def compile(binding: Binding) -> None:
@@ -131,7 +129,7 @@ def decode(
             check_int(name, value, 1)
     # Powers of two, so that a growing table makes few plans.
     table_tokens = max(page_table.shape[1] * page_size, DECODE_CAPACITY)
-    capacity = min(1 << (table_tokens - 1).bit_length(), _MOST_TOKENS)
+    capacity = min(1 << (table_tokens - 1).bit_length(), MOST_TOKENS)
     if num_splits is None:
         # A backend may launch fewer; a caller who names a number gets that number or an error.
         limits = (DECODE_SPLITS, max_splits, _most_splits(backend))

@@ -9,6 +9,7 @@ import torch
 
 from . import kv_cache as cache_writer
 from .caps import Caps
+from .checks import check_int
 from .errors import ContractError
 from .kv_cache import to_fp8
 from .splits import ceil_div
@@ -46,13 +47,14 @@ def random_step(
         lengths: visible tokens of each request, 0 or more.
         queries: queries of each request; None is one each.
         logits: a key of :data:`LOGITS`.
-        seed: of the generator.
+        seed: of the generator, from -2**63 to 2**64 - 1.
 
     Raises:
-        ContractError: ``logits`` is unknown, or torch can't use the device of ``caps`` here.
+        ContractError: ``logits`` is unknown, ``seed`` is out of range, or torch can't use the device of ``caps`` here.
     """
     if logits not in LOGITS:
         raise ContractError("logits", "one of " + ", ".join(LOGITS), repr(logits))
+    check_int("seed", seed, -(1 << 63), (1 << 64) - 1)
     heavy = logits == "heavy"
     generator = torch.Generator().manual_seed(seed)
     counts = [1] * len(lengths) if queries is None else list(queries)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import presets
-from .captured import LSE_TOLERANCE, CapturedStep, QueryCheck, Result
+from .captured import LSE_TOLERANCE, CapturedStep, QueryCheck, Result, largest
 from .doctor import Finding, State
 from .inputs import LOGITS
 from .study import ONE_SPLIT, Study, StudyRow
@@ -183,17 +183,12 @@ def check_summary(checks: Sequence[QueryCheck], result: Result, tolerance: float
     limit = result.tolerance if tolerance is None else tolerance
     off = sum(query.heads_off > 0 for query in checks)
     verdict = f"{off} of {len(checks)} queries are off" if off else f"all {len(checks)} queries agree with float64"
-    worst = _scientific(_largest(query.error for query in checks))
-    lse = _scientific(_largest(query.lse_error for query in checks))
+    worst = _scientific(largest(query.error for query in checks))
+    lse = _scientific(largest(query.lse_error for query in checks))
     return (
         f"{verdict}: worst |output - float64| / |float64| of a head {worst} (tolerance {_scientific(limit)}), "
         f"worst lse error {lse} (tolerance {_scientific(LSE_TOLERANCE)})"
     )
-
-
-def _largest(errors: Iterable[float]) -> float:
-    """The largest; NaN is larger than all, and none at all is 0."""
-    return max(errors, default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def check_table(checks: Sequence[QueryCheck], step: CapturedStep, most: int = 20) -> Table:

@@ -13,7 +13,8 @@ import torch
 from . import splits
 from .backends.reference import attend
 from .binding import Binding, bind
-from .caps import Caps
+from .caps import MOST_TOKENS, Caps
+from .checks import check_int
 from .decoding import compile as compile_binding
 from .decoding import run
 from .device import current, usable
@@ -65,6 +66,7 @@ class StudyConfig:
         for name in ("tokens", "thresholds", "logits"):
             if not getattr(self, name):
                 raise ContractError(name, "at least one", "none")
+        check_int("capacity", self.capacity, 1, MOST_TOKENS)
         for tokens in self.tokens:
             if not 1 <= tokens <= self.capacity:
                 raise ContractError("tokens", f"1 to the capacity of {self.capacity}", tokens)

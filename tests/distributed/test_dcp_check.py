@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
 
 import pytest
+import torch
 import typer
 
 import densemla
@@ -57,12 +59,49 @@ def alone(**options: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("transport", "mpi"), ("interleave", 0), ("tokens", 0), ("queries", 0), ("heads", -1), ("backend", "abacus")],
-)
+    [
+        ("transport", "mpi"), ("interleave", 0), ("tokens", 0), ("queries", 0), ("heads", -1), ("backend", "abacus"),
+        ("timeout", 0.0), ("timeout", math.nan), ("timeout", math.inf), ("seed", 1 << 64),
+    ],
+)  # fmt: skip
 def test_bad_options_say_why(name, value):
     with pytest.raises(densemla.ContractError) as caught:
         alone(**{name: value})
     assert caught.value.argument == name
+
+
+def test_a_report_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "join", lambda *_: pytest.fail("it began"))
+    with pytest.raises(densemla.ContractError, match="no folder"):
+        alone(json_file=tmp_path / "none" / "report.json")
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [({"RANK": "0"}, "environment"), ({"LOCAL_RANK": "first"}, "LOCAL_RANK"), ({"RANK": "x"}, "environment")],
+)
+def test_half_of_torchruns_environment_is_named(variables, named, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(densemla.ContractError) as caught:
+        alone()
+    assert caught.value.argument == named
+
+
+def test_nan_is_the_worst_error(monkeypatch, capsys):
+    def wrong(outputs, lses, *, base):
+        merged, lse = densemla.merge(outputs, lses, base=base)
+        # The longest request comes first; max() would forget a NaN that comes later.
+        merged[1] = torch.nan
+        return merged, lse
+
+    monkeypatch.setattr(lse_merge, "merge", wrong)
+    with pytest.raises(typer.Exit):
+        alone()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "heads off" in line]
+    assert [row[2] for row in rows] == ["nan"] * 4
 
 
 def test_a_wrong_merge_fails(monkeypatch, capsys):

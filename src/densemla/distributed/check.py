@@ -22,6 +22,7 @@ from rich.table import Table
 
 from .. import captured, decoding
 from ..caps import Caps
+from ..checks import check_result_file
 from ..errors import ContractError
 from ..inputs import RandomStep, random_step
 from ..options import PARTIAL_DTYPES
@@ -84,6 +85,10 @@ def dcp_check(
     ):
         if value < least:
             raise ContractError(name, f"at least {least}", value)
+    if not 1e-3 <= timeout <= 1e6:
+        raise ContractError("timeout", "seconds from 0.001 to 1000000", timeout)
+    if os.environ.get("RANK", "0") == "0":
+        check_result_file(json_file)
     failed = True
     try:
         device = join(transport, timeout)
@@ -113,12 +118,13 @@ def join(transport: str, timeout: float) -> torch.device:
     """Join torchrun's group, or make a group of one; the device this rank works on.
 
     Raises:
-        ContractError: NCCL is asked for and there is not a GPU for each rank.
+        ContractError: NCCL is asked for and there is not a GPU for each rank, or only a part of torchrun's
+            environment is set.
         PeerError: the other ranks did not come.
     """
     if transport not in ("auto", "gloo", "nccl"):
         raise ContractError("transport", "auto, gloo or nccl", repr(transport))
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank, local_world = _number("LOCAL_RANK", "0"), _number("LOCAL_WORLD_SIZE", "1")
     if transport == "auto":
         transport = "nccl" if torch.cuda.device_count() >= local_world else "gloo"
     device = torch.device("cpu")
@@ -138,7 +144,17 @@ def join(transport: str, timeout: float) -> torch.device:
             f"the ranks did not meet within {timeout:g} s. Start all of them, with one MASTER_ADDR and MASTER_PORT "
             f"(torchrun sets both). ({error})"
         ) from error
+    except ValueError as error:
+        names = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        raise ContractError("environment", f"{names} as torchrun sets them, or none of them", error) from error
     return device
+
+
+def _number(variable: str, default: str) -> int:
+    text = os.environ.get(variable, default)
+    if not (text.isascii() and text.isdigit()):
+        raise ContractError(variable, "a number, as torchrun sets it", repr(text))
+    return int(text)
 
 
 def _check(caps: Caps, step: RandomStep, interleave: int, repeat: int, path: Path | None) -> bool:
@@ -158,7 +174,7 @@ def _check(caps: Caps, step: RandomStep, interleave: int, repeat: int, path: Pat
             rows.append(CheckRow(form, name, *_compare(step, output, lse, name), step_us, decode_us))
     if ranks.rank == 0:
         what = (
-            f"{ranks.world} ranks over {ranks.backend}, {caps.num_q_heads} heads, "
+            f"{ranks.world} rank{'s' if ranks.world > 1 else ''} over {ranks.backend}, {caps.num_q_heads} heads, "
             f"backend {decoder.local_plan.backend}, "
             f"requests of {step.cache_seqlens.tolist()} tokens with {len(step.q) // len(step.cache_seqlens)} queries, "
             f"interleave {interleave}"
@@ -267,8 +283,8 @@ def _compare(step: RandomStep, output: torch.Tensor, lse: torch.Tensor, partial:
     result = captured.Result(output=output.cpu(), lse=lse.cpu(), metadata={"partial_dtype": partial})
     checks = captured.check(whole.to("cpu"), result)
     return (
-        max(query.error for query in checks),
-        max(query.lse_error for query in checks),
+        captured.largest(query.error for query in checks),
+        captured.largest(query.lse_error for query in checks),
         sum(query.heads_off for query in checks),
     )
 
