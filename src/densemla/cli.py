@@ -21,14 +21,11 @@ from .device import current, usable
 from .distributed.check import dcp_check
 from .doctor import State, examine
 from .dspark.cli import app as dspark_app
-from .errors import ContractError
+from .errors import USER_ERROR, ContractError
 from .inputs import LOGITS
 from .options import PARTIAL_DTYPES, SplitOptions
 from .study import DEFAULT_THRESHOLDS, DEFAULT_TOKENS, StudyConfig
 from .study import study as run_study
-
-USER_ERROR = 2
-"""Exit status for input that can't be used, as for a wrong option."""
 
 
 class _Group(TyperGroup):

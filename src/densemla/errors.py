@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+USER_ERROR = 2
+"""Exit status of the commands for input that can't be used, as for a wrong option."""
+
 
 class ContractError(ValueError):
     """A caller broke the contract.

@@ -15,6 +15,7 @@ from dspark_tiny import NEW_TOKENS, PROMPTS
 from typer.testing import CliRunner
 
 from densemla import ContractError
+from densemla.dspark import demo
 from densemla.dspark.checkpoint import identity, load_config
 from densemla.dspark.cli import app, check_device
 from densemla.dspark.engine import DraftEngine
@@ -51,6 +52,9 @@ def test_refused_addresses():
     engine = DraftEngine(tiny.make_draft(), checkpoint="", kv_bytes=1 << 20)
     with pytest.raises(BindError, match="other hosts: give CURVE keys"):
         DraftServer(engine, "tcp://0.0.0.0:*")
+    for endpoint in ("tcp://127.0.0.1:65536", "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "here"):
+        with pytest.raises(BindError, match=r"can't bind '.*expected tcp://HOST:PORT, with a port below 65536"):
+            DraftServer(engine, endpoint)
     first = DraftServer(engine)
     try:
         with pytest.raises(BindError, match="can't bind"):
@@ -61,10 +65,10 @@ def test_refused_addresses():
         first.close()
 
 
-def test_the_command_refuses_what_it_cannot_do(pair):
+def test_the_command_refuses_what_it_cannot_do(pair, tmp_path):
     def error(*options):
         result = CliRunner().invoke(app, ["serve", "--draft", str(pair[1]), "--target", str(pair[0]), *options])
-        assert result.exit_code == 1, result.output
+        assert result.exit_code == 2, result.output
         return result.stderr
 
     assert "other hosts" in error("--bind", "tcp://0.0.0.0:*", "--http", "off")
@@ -74,6 +78,19 @@ def test_the_command_refuses_what_it_cannot_do(pair):
     assert "is no folder" in error("--draft", "/nonexistent")
     assert "device" in error("--device", "cuda:99")
     assert "cpu, cuda or cuda:N" in error("--device", "abacus")
+    assert "--depth: expected at most the draft's block size of 5, got 6" in error("--depth", "6")
+    assert "byte_budget: expected memory that cpu has" in error("--kv-mib", "1e9")
+    for option, value in (("--kv-mib", "inf"), ("--kv-mib", "nan"), ("--threads", "1" + "0" * 20)):
+        assert f"Invalid value for '{option}'" in error(option, value)
+    here = ("--bind", "tcp://127.0.0.1:*", "--http", "off")
+    for key, verifiers, said in (
+        (tmp_path / "none", pair[1], "holds no .key file"),
+        (tmp_path / "none", tmp_path / "none", "holds no .key file"),
+        (tmp_path / "none", tmp_path, "can't read"),
+        (pair[1] / "config.json", tmp_path, "can't read"),
+    ):
+        (tmp_path / "known.key").touch()
+        assert said in error(*here, "--curve-key", str(key), "--curve-verifiers", str(verifiers))
 
 
 @pytest.mark.parametrize(("arch_list", "fits"), [(["sm_90"], True), (["sm_90a"], True), (["sm_100"], False)])
@@ -105,7 +122,6 @@ def test_curve_lets_known_verifiers_in_and_nobody_else(pair, tmp_path):
     keys("verifiers", "one")
     keys("strangers", "two")
     assert (tmp_path / "server" / "server.key_secret").stat().st_mode & 0o77 == 0
-    assert CliRunner().invoke(app, ["keygen", str(tmp_path / "server"), "server"]).exit_code == 1
     geometry = geometry_of(load_config(pair[1]), identity(pair[1]))
     options = ("--curve-key", str(tmp_path / "server" / "server.key_secret"))
     options += ("--curve-verifiers", str(tmp_path / "verifiers"))
@@ -127,6 +143,22 @@ def test_curve_lets_known_verifiers_in_and_nobody_else(pair, tmp_path):
         RemoteDraft(endpoint, geometry, curve=CurveVerifier(server_key, server_key))
 
 
+def test_keygen_overwrites_no_key_and_stays_in_its_folder(tmp_path):
+    def error(folder, name):
+        result = CliRunner().invoke(app, ["keygen", str(tmp_path / folder), name])
+        assert result.exit_code == 2, result.output
+        return result.stderr
+
+    assert CliRunner().invoke(app, ["keygen", str(tmp_path / "keys"), "server"]).exit_code == 0
+    assert "server.key exists already" in error("keys", "server")
+    # A secret whose public half is lost may still be in use.
+    (tmp_path / "keys" / "server.key").unlink()
+    assert "server.key_secret exists already" in error("keys", "server")
+    for name in ("", "../server", "a/b"):
+        assert "without its folder" in error("other", name)
+    assert [path.name for path in tmp_path.iterdir()] == ["keys"]
+
+
 def test_without_the_extra_the_rest_works_and_says_what_to_install():
     code = """
 import sys
@@ -143,7 +175,7 @@ sys.argv = ["densemla", "demo"]
 densemla.dspark.cli.app()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pip install densemla[dspark]" in done.stdout
     assert "pip install densemla[dspark]" in done.stderr
     assert "Traceback" not in done.stderr
@@ -165,6 +197,13 @@ def test_the_demo_trains_serves_and_compares(tmp_path, monkeypatch):
     assert again.exit_code == 0, again.output
     assert "training" not in again.stderr
     assert "tokens per second" in again.stdout
+
+
+def test_the_demo_finds_out_first_that_it_cannot_keep_its_pair(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "train_target", lambda *_: pytest.fail("it trained"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    result = CliRunner().invoke(app, ["demo", "--cache", str(tmp_path / "link")])
+    assert isinstance(result.exception, FileExistsError)
 
 
 class StandInConfig:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ..device import check_arch, usable
-from ..errors import ContractError
+from ..errors import USER_ERROR, ContractError
 from .checkpoint import CheckpointError, identity, load_draft
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 err = Console(stderr=True)
 
 
-def _stop(message: object) -> typer.Exit:
+def _stop(message: object, status: int = USER_ERROR) -> typer.Exit:
     # Without markup: a message may hold brackets, as "densemla[dspark]".
     err.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(1)
+    return typer.Exit(status)
 
 
 def check_device(name: str | torch.device) -> None:
@@ -70,13 +70,15 @@ def serve(
     http: Annotated[str, typer.Option(help="HOST:PORT of /health and /metrics, or off.")] = "127.0.0.1:9471",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="bf16 or fp32: weights, cache and arithmetic.")] = "bf16",
-    kv_mib: Annotated[float, typer.Option(min=0.01, help="Budget of the paged cache; old requests make room.")] = 1024,
+    kv_mib: Annotated[
+        float, typer.Option(min=0.01, max=1e9, help="Budget of the paged cache; old requests make room.")
+    ] = 1024,
     depth: Annotated[int | None, typer.Option(min=1, help="Tokens per proposal. Default: the block size.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Most requests in a call.")] = 64,
     curve_key: Annotated[Path | None, typer.Option(help="The server's .key_secret file.")] = None,
     curve_verifiers: Annotated[Path | None, typer.Option(help="Folder of the verifiers' .key files.")] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds to answer calls under way after SIGTERM.")] = 2.0,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads of torch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready.")] = False,
 ) -> None:
     """Serve a draft until SIGTERM or Ctrl-C."""
@@ -127,6 +129,8 @@ def _start(
     address = _address(http)
     check_device(device)
     model = load_draft(draft, target, dtype=_DTYPES[dtype], device=device)
+    if depth is not None and depth > model.config.block_size:
+        raise ContractError("--depth", f"at most the draft's block size of {model.config.block_size}", depth)
     engine = DraftEngine(model, checkpoint=identity(draft), kv_bytes=kv_bytes, depth=depth, max_batch=max_batch)
     return DraftServer(engine, bind, curve=curve, http=address, drain_seconds=drain)
 
@@ -151,7 +155,7 @@ def demo(
             cache or default_cache(), seconds, tokens, prompts, retrain=retrain, max_steps=max_steps, console=err
         )
     except (DemoError, CheckpointError) as error:
-        raise _stop(error) from error
+        raise _stop(error, 1) from error
     if as_json:
         print(json.dumps(outcome.to_json()))
     else:
@@ -159,7 +163,7 @@ def demo(
         out.print(outcome.table())
         out.print(outcome.sample[:240], style="dim", markup=False, highlight=False)
     if not outcome.equal:
-        raise _stop("the drafted tokens differ from plain greedy decoding")
+        raise _stop("the drafted tokens differ from plain greedy decoding", 1)
 
 
 @app.command()
@@ -172,8 +176,11 @@ def keygen(
         from ._extra import zmq  # noqa: PLC0415  # the dspark extra
     except ImportError as error:
         raise _stop(error) from error
-    if (folder / f"{name}.key").exists():
-        raise _stop(f"{folder / name}.key exists already: choose another name or remove it")
+    if not name or Path(name).name != name:
+        raise _stop(f"name: expected the name of a file without its folder, got {name!r}")
+    for path in (folder / f"{name}.key", folder / f"{name}.key_secret"):
+        if path.exists():
+            raise _stop(f"{path} exists already: choose another name or remove it")
     folder.mkdir(parents=True, exist_ok=True)
     public, secret = zmq.auth.create_certificates(str(folder), name)
     Path(secret).chmod(0o600)

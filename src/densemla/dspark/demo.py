@@ -202,6 +202,8 @@ def trained_pair(
     # The draft is written last: with it, the pair is whole.
     if not retrain and (draft_folder / "config.json").exists():
         return target_folder, draft_folder
+    # Before the training, which would be lost.
+    cache.mkdir(parents=True, exist_ok=True)
     (draft_folder / "config.json").unlink(missing_ok=True)
     text = corpus()
     columns = (BarColumn(), TextColumn("loss {task.fields[loss]:.2f}"), TimeElapsedColumn())

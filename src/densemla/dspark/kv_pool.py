@@ -47,14 +47,19 @@ class KVPool:
         self.num_pages = byte_budget // self.page_bytes
         if self.num_pages < 1:
             raise ContractError("byte_budget", f"at least one page of {self.page_bytes} bytes", byte_budget)
-        pages = kv_cache.empty(
-            num_layers * self.num_pages,
-            page_size,
-            dtype,
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            device=device,
-        )
+        try:
+            pages = kv_cache.empty(
+                num_layers * self.num_pages,
+                page_size,
+                dtype,
+                kv_lora_rank=kv_lora_rank,
+                qk_rope_head_dim=qk_rope_head_dim,
+                device=device,
+            )
+        except RuntimeError as error:
+            # Torch's word for too little memory, with a stack of C++ below its first line.
+            why = str(error).split("\n", 1)[0]
+            raise ContractError("byte_budget", f"memory that {device} has", f"{byte_budget} bytes: {why}") from error
         self.caches = pages.view(num_layers, self.num_pages, *pages.shape[1:])
         self.evictions = 0
         self._free = list(range(self.num_pages - 1, -1, -1))

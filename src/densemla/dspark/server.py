@@ -51,7 +51,7 @@ SLAB_BYTES = 64 << 20
 
 
 class BindError(ValueError):
-    """An address that the server refuses to listen on."""
+    """An address that the server refuses to listen on, or keys that it can't use there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,19 @@ def is_loopback(endpoint: str) -> bool:
         return ipaddress.ip_address(parts.hostname).is_loopback
     except ValueError:
         return False
+
+
+def _check_endpoint(endpoint: str) -> None:
+    parts = urlsplit(endpoint)
+    if parts.scheme == "ipc":
+        return
+    port = parts.netloc.rpartition(":")[2]
+    # ZeroMQ would take a larger number and listen on what is left of it in 16 bits.
+    in_range = port == "*" or (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16)
+    if parts.scheme != "tcp" or not in_range:
+        raise BindError(
+            f"can't bind {endpoint!r}: expected tcp://HOST:PORT, with a port below 65536 or *, or ipc://PATH"
+        )
 
 
 @dataclass(slots=True)
@@ -121,7 +134,8 @@ class DraftServer:
         drain_seconds: how long a stopped server goes on answering calls that are already on their way.
 
     Raises:
-        BindError: the address is taken, malformed, or reachable from other hosts without CURVE.
+        BindError: the address is taken, malformed, or reachable from other hosts without CURVE; the secret key
+            can't be read; or the folder of the verifiers' keys holds none.
     """
 
     def __init__(
@@ -133,10 +147,15 @@ class DraftServer:
         http: tuple[str, int] | None = ("127.0.0.1", 0),
         drain_seconds: float = 2.0,
     ) -> None:
+        _check_endpoint(endpoint)
         if curve is None and not is_loopback(endpoint):
             raise BindError(
                 f"{endpoint} can be reached from other hosts: give CURVE keys (densemla dspark keygen), or bind "
                 "tcp://127.0.0.1:PORT"
+            )
+        if curve is not None and not any(curve.verifiers.glob("*.key")):
+            raise BindError(
+                f"{curve.verifiers} holds no .key file, so no verifier could come in (densemla dspark keygen)"
             )
         self.engine = engine
         self.drain_seconds = drain_seconds
@@ -169,7 +188,10 @@ class DraftServer:
         largest = self.engine.max_rows * self.engine.geometry.row_bytes
         socket.setsockopt(zmq.MAXMSGSIZE, max(largest, 1 << 20))
         if curve is not None:
-            public, secret = zmq.auth.load_certificate(curve.secret_key_file)
+            try:
+                public, secret = zmq.auth.load_certificate(curve.secret_key_file)
+            except (OSError, ValueError) as error:
+                raise BindError(f"can't read {curve.secret_key_file}: {error}") from error
             if secret is None:
                 raise BindError(f"{curve.secret_key_file} holds no secret key: give the file ending in .key_secret")
             socket.curve_publickey, socket.curve_secretkey = public, secret
