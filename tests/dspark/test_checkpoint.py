@@ -135,6 +135,10 @@ BREAKAGES = {
     "no folder": (lambda t, d: shutil.rmtree(d), "draft is no folder"),
     "no config": (lambda t, d: (d / CONFIG_FILE).unlink(), "config.json is missing.*download"),
     "config is no json": (lambda t, d: (d / CONFIG_FILE).write_text("{"), "config.json can't be read as JSON"),
+    "config is deep": (
+        lambda t, d: (d / CONFIG_FILE).write_text('{"a":' * 100_000),
+        "config.json can't be read as JSON",
+    ),
     "config is a list": (lambda t, d: (d / CONFIG_FILE).write_text("[]"), "config.json holds no JSON object"),
     "config lacks a field": (
         lambda t, d: (d / CONFIG_FILE).write_text(json.dumps({"hidden_size": 5})),

@@ -234,6 +234,41 @@ def test_config_round_trip_and_refusals():
             draft_config({key: value for key, value in fields.items() if key != name})
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "argument"),
+    [
+        ("hidden_size", 1 << 70, "hidden_size"),
+        ("num_hidden_layers", 1 << 40, "num_hidden_layers"),
+        *(("mask_token_id", value, "mask_token_id") for value in (None, "5", 5.0, True)),
+        *(("rms_norm_eps", value, "rms_norm_eps") for value in (None, "1e-5", 0, -1.0, math.inf, math.nan)),
+        ("target_layer_ids", [True], "target_layer_ids"),
+        ("mla_use_nope", "false", "config field 'mla_use_nope'"),
+        ("rope_interleave", "false", "rope interleave"),
+        *(("rope_parameters", value, "config field 'rope_parameters'") for value in ("yarn", 0, [])),
+        ("rope_scaling", ["yarn"], "config field 'rope_scaling'"),
+        *(("rope_parameters", {"rope_theta": value}, "rope theta") for value in ("1e4", 1, math.inf)),
+        ("rope_parameters", {**YARN, "factor": "4"}, "rope factor"),
+        ("rope_parameters", {**YARN, "beta_fast": 0}, "rope beta_fast"),
+        ("rope_parameters", {**YARN, "mscale": math.nan}, "rope mscale"),
+        (
+            "rope_parameters",
+            {**YARN, "original_max_position_embeddings": 0},
+            "rope original_max_position_embeddings",
+        ),
+    ],
+)
+def test_a_config_field_of_another_kind_is_named(name, value, argument):
+    fields = KIMI_K3_DSPARK.to_json()
+    if name == "rope_scaling":
+        del fields["rope_parameters"]
+    with pytest.raises(ContractError) as caught:
+        draft_config({**fields, name: value})
+    assert caught.value.argument == argument
+
+
 def test_rotary_at_long_positions_keeps_lengths():
     rotary = Rotary(tiny.YARN, 8)
     x = torch.randn(5, 8)

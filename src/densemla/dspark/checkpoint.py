@@ -68,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read as JSON ({error}): download the checkpoint again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object: download the checkpoint again")

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..checks import check_int
+from ..checks import check_int, is_int
 from ..errors import ContractError
+
+_LARGEST_SIZE = (1 << 31) - 1
+_MOST_LAYERS = 1024
+"""More than any model has; a number without end would fill the memory with layers before a weight is read."""
+
+
+def _check_number(name: str, value: object, least: float, *, beyond: bool = False) -> None:
+    """``value`` must be a finite number of at least ``least``, or ``beyond`` it."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < least or (beyond and value == least):  # type: ignore[arg-type,operator]
+        raise ContractError(name, f"a number {'above' if beyond else 'of at least'} {least:g}", repr(value))
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ContractError(name, "true or false", repr(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +52,14 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.theta > 1:
-            raise ContractError("rope theta", "a number above 1", self.theta)
-        if not self.factor >= 1:
-            raise ContractError("rope factor", "a number of at least 1", self.factor)
+        _check_number("rope theta", self.theta, 1, beyond=True)
+        _check_flag("rope interleave", self.interleave)
+        _check_number("rope factor", self.factor, 1)
+        check_int("rope original_max_position_embeddings", self.original_max_position_embeddings, 1, _LARGEST_SIZE)
+        for name in ("beta_fast", "beta_slow"):
+            _check_number(f"rope {name}", getattr(self, name), 0, beyond=True)
+        for name in ("mscale", "mscale_all_dim"):
+            _check_number(f"rope {name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +109,10 @@ class MLAConfig:
             "vocab_size",
             "max_position_embeddings",
         ):
-            check_int(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_SIZE)
         if self.q_lora_rank is not None:
-            check_int("q_lora_rank", self.q_lora_rank, 1)
+            check_int("q_lora_rank", self.q_lora_rank, 1, _LARGEST_SIZE)
+        _check_number("rms_norm_eps", self.rms_norm_eps, 0, beyond=True)
         if self.rope is not None and self.qk_rope_head_dim % 2:
             raise ContractError("qk_rope_head_dim", "an even number of columns to rotate", self.qk_rope_head_dim)
 
@@ -118,13 +140,13 @@ class DSparkConfig(MLAConfig):
     def __post_init__(self) -> None:
         # super() without arguments needs the class cell, which slots=True replaces.
         MLAConfig.__post_init__(self)
-        check_int("target_hidden_size", self.target_hidden_size, 1)
-        check_int("block_size", self.block_size, 1)
-        if self.markov_rank != 0:
-            check_int("markov_rank", self.markov_rank, 1)
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ContractError("mask_token_id", f"a token in [0, vocab_size = {self.vocab_size})", self.mask_token_id)
-        if any(not isinstance(layer, int) or layer < 0 for layer in self.target_layer_ids):
+        check_int("target_hidden_size", self.target_hidden_size, 1, _LARGEST_SIZE)
+        check_int("block_size", self.block_size, 1, _LARGEST_SIZE)
+        check_int("markov_rank", self.markov_rank, 0, _LARGEST_SIZE)
+        if not is_int(self.mask_token_id, 0, self.vocab_size - 1):
+            expected = f"a token in [0, vocab_size = {self.vocab_size})"
+            raise ContractError("mask_token_id", expected, repr(self.mask_token_id))
+        if not all(is_int(layer, 0) for layer in self.target_layer_ids):
             raise ContractError("target_layer_ids", "layer numbers from 0", self.target_layer_ids)
 
     @property
@@ -228,13 +250,18 @@ def mla_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(fields: Mapping[str, Any]) -> RopeConfig | None:
-    if fields.get("mla_use_nope", False):
+    unrotated = fields.get("mla_use_nope", False)
+    _check_flag("config field 'mla_use_nope'", unrotated)
+    if unrotated:
         return None
     # transformers calls the same object rope_scaling in older files.
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    name = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
+    given = {} if fields.get(name) is None else fields[name]
+    if not isinstance(given, Mapping):
+        raise ContractError(f"config field {name!r}", "an object", repr(given))
     kind = given.get("rope_type", given.get("type", "default"))
-    theta = float(given.get("rope_theta", fields.get("rope_theta", 10000.0)))
-    interleave = bool(fields.get("rope_interleave", True))
+    theta = given.get("rope_theta", fields.get("rope_theta", 10000.0))
+    interleave = fields.get("rope_interleave", True)
     if kind == "default":
         return RopeConfig(theta=theta, interleave=interleave)
     if kind not in ("yarn", "deepseek_yarn"):
@@ -243,12 +270,12 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig | None:
     return RopeConfig(
         theta=theta,
         interleave=interleave,
-        factor=float(_required(given, "factor")),
-        original_max_position_embeddings=int(_required(given, "original_max_position_embeddings")),
-        beta_fast=float(given.get("beta_fast", plain.beta_fast)),
-        beta_slow=float(given.get("beta_slow", plain.beta_slow)),
-        mscale=float(given.get("mscale", plain.mscale)),
-        mscale_all_dim=float(given.get("mscale_all_dim", plain.mscale_all_dim)),
+        factor=_required(given, "factor"),
+        original_max_position_embeddings=_required(given, "original_max_position_embeddings"),
+        beta_fast=given.get("beta_fast", plain.beta_fast),
+        beta_slow=given.get("beta_slow", plain.beta_slow),
+        mscale=given.get("mscale", plain.mscale),
+        mscale_all_dim=given.get("mscale_all_dim", plain.mscale_all_dim),
     )
 
 
