@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import densemla
 from densemla import captured, doctor
+from densemla.backends.cpu import native
 from densemla.cli import app
 from densemla.options import PARTIAL_DTYPE_ENV, SINGLE_SPLIT_CHUNKS_ENV
 from densemla.presets import PRESETS
@@ -319,6 +320,17 @@ def test_doctor_says_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SINGLE_SPLIT_CHUNKS_ENV, "many")
     text = densemla_says("doctor", columns=200, status=1).stdout
     assert f"{SINGLE_SPLIT_CHUNKS_ENV}: expected" in text
+
+
+@pytest.mark.parametrize(("isa", "state", "said"), [(None, "-", "C compiler"), ("avx512", "ok", "decode avx512")])
+def test_doctor_says_whether_the_cpu_decode_was_compiled(
+    monkeypatch: pytest.MonkeyPatch, isa: str | None, state: str, said: str
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: isa)
+    text = densemla_says("doctor", columns=500).stdout
+    line = next(line for line in text.splitlines() if line.split()[:1] == ["cpu"])
+    assert line.split()[1] == state
+    assert said in line
 
 
 class FakeGPU:

@@ -8,6 +8,7 @@ from enum import StrEnum
 import torch
 
 from .backends import backend_names, load
+from .backends.cpu import native
 from .caps import Caps
 from .device import check_arch, why_no_cuda
 from .errors import ContractError
@@ -62,7 +63,13 @@ def _torch() -> Finding:
 
 def _cpu() -> Finding:
     capability = torch.backends.cpu.get_cpu_capability()
-    return Finding("cpu", State.OK, f"{torch.get_num_threads()} threads, torch uses {capability}")
+    isa = native.available()
+    if isa is None:
+        compiled = "the decode was not compiled and runs in torch, slower: install again with a C compiler"
+    else:
+        compiled = f"the compiled decode {isa}"
+    state = State.NOTE if isa is None else State.OK
+    return Finding("cpu", state, f"{torch.get_num_threads()} threads, torch uses {capability}, {compiled}")
 
 
 def _gpu(index: int, arch_list: list[str]) -> Finding:
