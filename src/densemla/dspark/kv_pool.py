@@ -56,8 +56,8 @@ class KVPool:
                 qk_rope_head_dim=qk_rope_head_dim,
                 device=device,
             )
-        except RuntimeError as error:
-            # Torch's word for too little memory, with a stack of C++ below its first line.
+        except (RuntimeError, ContractError) as error:
+            # Torch's word for too little memory, with a stack of C++ below its first line; or more pages than have ids.
             why = str(error).split("\n", 1)[0]
             raise ContractError("byte_budget", f"memory that {device} has", f"{byte_budget} bytes: {why}") from error
         self.caches = pages.view(num_layers, self.num_pages, *pages.shape[1:])
