@@ -176,8 +176,8 @@ densemla.dspark.cli.app()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "pip install densemla[dspark]" in done.stdout
-    assert "pip install densemla[dspark]" in done.stderr
+    assert "pip install '.[dspark]'" in done.stdout
+    assert "pip install '.[dspark]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,7 +1,7 @@
 """DSpark: block drafting on its own device, and a verifier that trusts nothing it is sent.
 
 The model, the checkpoint loader and the verifier need torch alone. What talks over a socket needs the
-``dspark`` extra (``pip install densemla[dspark]``) and is imported on first use.
+``dspark`` extra (``pip install '.[dspark]'`` in a checkout) and is imported on first use.
 """
 
 from __future__ import annotations

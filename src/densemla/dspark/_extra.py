@@ -8,6 +8,8 @@ try:
     import zmq
     import zmq.auth.thread
 except ModuleNotFoundError as error:
-    raise ImportError(f"remote drafting needs {error.name!r}: pip install densemla[dspark]") from error
+    raise ImportError(
+        f"remote drafting needs {error.name!r}: pip install '.[dspark]' in a checkout of densemla"
+    ) from error
 
 __all__ = ["msgspec", "prometheus_client", "zmq"]
