@@ -302,7 +302,7 @@ def _scale(name: str, value: torch.Tensor | float | None, plan: Plan) -> torch.T
     """A caller's scale as the one-element tensor that a binding holds."""
     if not plan.supports(name):
         if value is not None:
-            raise ContractError(name, f"None: only {_SCALED[name]} take a scale", "a scale")
+            raise ContractError(name, f"None: it applies only to {_SCALED[name]}", "a scale")
         return None
     device = plan.caps.device
     if isinstance(value, torch.Tensor):

@@ -89,3 +89,22 @@ def test_nonsense_is_refused(change, argument):
     with pytest.raises(densemla.ContractError) as caught:
         dcp.local_lengths(**{"lengths": torch.tensor([3]), "rank": 1, "world": 2, "interleave": 1, **change})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "argument"),
+    [
+        (dcp.owner, (-1, 2), "position"),
+        (dcp.owner, (1, 0), "world"),
+        (dcp.local_index, (1, 2, 0), "interleave"),
+        (dcp.local_index, (1.0, 2), "position"),
+        (dcp.local_length, (-1, 0, 2), "length"),
+        # Unchecked, a number that looks right, and a division by 0.
+        (dcp.local_length, (30, 7, 2), "rank"),
+        (dcp.local_length, (30, 0, 2, 0), "interleave"),
+    ],
+)
+def test_nonsense_numbers_are_refused(function, arguments, argument):
+    with pytest.raises(densemla.ContractError) as caught:
+        function(*arguments)
+    assert caught.value.argument == argument

@@ -88,6 +88,13 @@ def test_a_kimi_k25_encoder_layer(layer):
     assert (without - answer).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(("tokens", "world", "argument"), [(5, 0, "world"), (-5, 2, "tokens"), (5.5, 2, "tokens")])
+def test_shares_of_nonsense_are_refused(tokens, world, argument):
+    with pytest.raises(densemla.ContractError) as caught:
+        even_shares(tokens, world)
+    assert caught.value.argument == argument
+
+
 @given(st.integers(0, 200), st.integers(1, 9))
 def test_even_shares(tokens, world):
     shares = even_shares(tokens, world)

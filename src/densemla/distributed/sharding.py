@@ -7,6 +7,8 @@ Tokens of every request go round the ranks in runs of ``interleave``: token ``p`
 A visible length is a bound on *global* positions, so each is localised by itself. Taking a query's
 distance from the newest token off the local length is wrong: with world 2, interleave 1, the bounds
 8, 9, 10 are 4, 4, 5 on rank 1, not 3, 4, 5.
+
+Arguments that are no ints, or out of range, are a :class:`ContractError`.
 """
 
 from __future__ import annotations
@@ -19,16 +21,22 @@ from ..errors import ContractError
 
 def owner(position: int, world: int, interleave: int = 1) -> int:
     """The rank that holds the token at global ``position``."""
+    check_int("position", position, 0)
+    check_layout(0, world, interleave)
     return position // interleave % world
 
 
 def local_index(position: int, world: int, interleave: int = 1) -> int:
     """The row, in its owner's shard, of the token at global ``position``."""
+    check_int("position", position, 0)
+    check_layout(0, world, interleave)
     return position // (world * interleave) * interleave + position % interleave
 
 
 def local_length(length: int, rank: int, world: int, interleave: int = 1) -> int:
     """Tokens below global position ``length`` that ``rank`` holds. Never less for a larger ``length``."""
+    check_int("length", length, 0)
+    check_layout(rank, world, interleave)
     rounds, rest = divmod(length, world * interleave)
     return rounds * interleave + min(max(rest - rank * interleave, 0), interleave)
 

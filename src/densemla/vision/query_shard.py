@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..checks import is_int
+from ..checks import check_int, is_int
 from ..distributed.collectives import Group
 from ..distributed.gather import all_gatherv
 from ..errors import ContractError
@@ -33,7 +33,13 @@ _TILE_QUERIES, _TILE_KEYS = 256, 512
 
 
 def even_shares(tokens: int, world: int) -> list[int]:
-    """Queries for each rank: as even as can be, the longer shares first."""
+    """Queries for each rank: as even as can be, the longer shares first.
+
+    Raises:
+        ContractError: ``tokens`` is no int of at least 0, or ``world`` none of at least 1.
+    """
+    check_int("tokens", tokens, 0)
+    check_int("world", world, 1)
     share, longer = divmod(tokens, world)
     return [share + (rank < longer) for rank in range(world)]
 
