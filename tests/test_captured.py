@@ -288,3 +288,27 @@ def test_a_result_of_another_shape_or_type_is_refused() -> None:
     ):
         with pytest.raises(ContractError, match=f"^{name}: "):
             captured.check(step, bad)
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache", "page_table"])
+def test_a_step_of_flat_tensors_is_refused_by_their_name(name: str) -> None:
+    step = make_step()
+    flat = replace(step, **{name: getattr(step, name).flatten()})
+    result = decoded(step, OPTIONS[0])
+    for judge in (flat.decode_float64, lambda: captured.check(flat, result)):
+        with pytest.raises(ContractError) as caught:
+            judge()
+        assert caught.value.argument == name
+
+
+def test_the_callers_default_dtype_and_device_do_not_matter() -> None:
+    step = make_step()
+    expected = step.decode_float64()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = step.decode_float64()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])

@@ -28,6 +28,7 @@ from safetensors.torch import save
 from .backends.reference import decode_float64
 from .binding import bind
 from .caps import Caps
+from .checks import check_dims
 from .decoding import decode
 from .device import usable
 from .errors import ContractError
@@ -83,6 +84,8 @@ class CapturedStep:
 
     def decode_float64(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and natural-log LSE in float64, unrounded; a step in host memory."""
+        for name, dims in (("q", 3), ("kv_cache", 3), ("page_table", 2)):
+            check_dims(name, getattr(self, name), dims)
         page_size, width = self.kv_cache.shape[1], self.page_table.shape[1]
         caps = Caps(
             num_q_heads=self.q.shape[1],
@@ -97,13 +100,13 @@ class CapturedStep:
             backend="reference",
         )
         chosen = plan(caps)
-        rows = (*self.q.shape[:2],)
+        rows = self.q.shape[:2]
         return decode_float64(
             bind(
                 chosen,
                 scratch=chosen.empty_scratch(),
-                output=torch.empty(*rows, self.kv_lora_rank, dtype=caps.output_dtype),
-                lse=torch.empty(rows),
+                output=torch.empty(*rows, self.kv_lora_rank, dtype=caps.output_dtype, device="cpu"),
+                lse=torch.empty(rows, dtype=torch.float32, device="cpu"),
                 sm_scale=self.sm_scale,
                 **self.tensors(),
             )

@@ -56,6 +56,13 @@ def check_dense(name: str, tensor: object) -> torch.Tensor:
     return tensor
 
 
+def check_dims(name: str, tensor: object, dims: int) -> None:
+    """``tensor`` must be dense and have this many dimensions."""
+    shape = check_dense(name, tensor).shape
+    if len(shape) != dims:
+        raise ContractError(name, f"{dims} dimensions", list(shape))
+
+
 def check_leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:
     """The tensor's first size, which must be at most ``limit``."""
     check_dense(name, tensor)

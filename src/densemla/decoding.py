@@ -10,7 +10,7 @@ import torch
 from .backends import load
 from .binding import Binding, bind
 from .caps import MOST_TOKENS, Caps
-from .checks import check_dense, check_int, is_int
+from .checks import check_dims, check_int, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
 from .options import SplitOptions, check_single_split_chunks
@@ -116,9 +116,7 @@ def decode(
         ContractError: an argument does not fit; the message names it.
     """
     for name, tensor, dims in (("q", q, 3), ("kv_cache", kv_cache, 3), ("page_table", page_table, 2)):
-        check_dense(name, tensor)
-        if tensor.dim() != dims:
-            raise ContractError(name, f"{dims} dimensions", list(tensor.shape))
+        check_dims(name, tensor, dims)
     page_size = kv_cache.shape[1]
     if not is_int(kv_lora_rank, 1, q.shape[2]):
         raise ContractError("kv_lora_rank", f"an int from 1 to the query's width {q.shape[2]}", repr(kv_lora_rank))
