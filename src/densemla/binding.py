@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_dense, check_leading, check_scale, check_tensor, check_writable, is_int
+from .checks import check_apart, check_dense, check_leading, check_scale, check_tensor, check_writable, is_int
 from .errors import ContractError
 from .kv_formats import PACKED
 from .planning import Plan
@@ -264,23 +264,16 @@ def _check(binding: Binding) -> None:
 
 
 def _check_aliases(binding: Binding) -> None:
-    """Refuse a tensor that ``run`` writes in the memory of another. Only where both fill their memory whole:
-    views may interleave without touching."""
-    written = {"output": binding.output, "lse": binding.lse}
-    written |= {f"scratch[{name!r}]": tensor for name, tensor in binding.scratch.items()}
     lengths = ("page_table", "cache_seqlens", "cu_seqlens_q", "query_cache_seqlens")
     names = ("q", "kv_cache", *lengths, "q_scale", "kv_scale")
-    read = {name: tensor for name in names if (tensor := getattr(binding, name)) is not None}
-    whole = {
-        name: (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        for name, tensor in (read | written).items()
-        if tensor.numel() and tensor.is_contiguous()
-    }
-    for name in written.keys() & whole.keys():
-        begin, end = whole[name]
-        for other, (other_begin, other_end) in whole.items():
-            if other != name and begin < other_end and other_begin < end:
-                raise ContractError(name, f"memory of its own, apart from {other}", "memory that both use")
+    check_apart(
+        {
+            "output": binding.output,
+            "lse": binding.lse,
+            **{f"scratch[{name!r}]": tensor for name, tensor in binding.scratch.items()},
+        },
+        {name: getattr(binding, name) for name in names},
+    )
 
 
 def _check_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor]) -> None:

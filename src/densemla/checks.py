@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -103,6 +104,21 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
             if stride <= reach:
                 raise ContractError(name, "elements that do not overlap", f"strides {tensor.stride()}")
             reach += stride * (size - 1)
+
+
+def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse a tensor to be ``written`` in the memory of another. Only where both fill their memory whole: views may
+    interleave without touching."""
+    whole = {
+        name: (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for name, tensor in {**written, **read}.items()
+        if tensor is not None and tensor.numel() and tensor.is_contiguous()
+    }
+    for name in written:
+        begin, end = whole.get(name, (0, 0))
+        for other, (other_begin, other_end) in whole.items():
+            if other != name and begin < other_end and other_begin < end:
+                raise ContractError(name, f"memory of its own, apart from {other}", "memory that both use")
 
 
 def same_device(device: torch.device, planned: torch.device) -> bool:

@@ -239,6 +239,8 @@ def disagreement_is_refused_everywhere() -> None:
     other = problem.plan(BF16 if rank == 1 else FP32)
     refused(lambda: DcpDecoder(other), "plan")
     refused(lambda: DcpDecoder(plan, interleave=0 if rank == 1 else 1), "interleave" if rank == 1 else "group")
+    refused(lambda: DcpDecoder(None if rank == 1 else plan), "plan" if rank == 1 else "group")
+    refused(lambda: DcpDecoder(plan, "x"), "group")
     refused(lambda: DcpDecoder(problem.plan(FP32, num_q_heads=HEADS + 1)), "num_heads")
     refused(lambda: DcpDecoder(plan, form="ring"), "form")
     for device in ("nope", "cuda:-1", torch.device("meta")):
@@ -247,10 +249,61 @@ def disagreement_is_refused_everywhere() -> None:
     wrong = torch.zeros(2, decoder.own_heads, RANK, dtype=torch.float64)
     change = {"output": wrong} if rank == 1 else {}
     refused(lambda: problem.bind(decoder, **change), "output" if rank == 1 else "group")
+    bounds = torch.tensor([3, 4], dtype=torch.int32)
+    refused(lambda: problem.bind(decoder, query_cache_seqlens=bounds if rank == 1 else None), "query_cache_seqlens")
+    # Each rank's share of -1 tokens would be another one, on rank 0 none.
+    for name, lengths in (("cache_seqlens", [-1]), ("query_cache_seqlens", [3, -1])):
+        refused(lambda name=name, lengths=lengths: problem.bind(decoder, **{name: torch.tensor(lengths).int()}), name)
     refused(lambda: problem.bind(decoder, sm_scale=0.5 if rank == 1 else 0.25), "sm_scale")
     refused(lambda: problem.bind(decoder, cache_seqlens=torch.tensor([4000], dtype=torch.int32)), "cache_seqlens")
     # And the group still works.
     decoder.run(problem.bind(decoder))
+
+
+def results_without_memory_of_their_own_are_refused() -> None:
+    problem = Problem([40], [2])
+    decoder = DcpDecoder(problem.plan(FP32))
+    own = decoder.own_heads
+    output, lse = torch.full((2, own, RANK), torch.nan), torch.full((2, own), torch.nan)
+    refused(lambda: problem.bind(decoder, output=output[:1].expand_as(output)), "output")
+    refused(lambda: problem.bind(decoder, lse=lse[:1].expand_as(lse)), "lse")
+    shared = output.view(-1)[: lse.numel()].view_as(lse)
+    refused(lambda: problem.bind(decoder, output=output, lse=shared), "output")
+    merge = LseMerge(None, num_heads=HEADS, width=RANK, max_rows=2, partial_dtype=FP32, device="cpu")
+    for name, outputs in (
+        ("output", (output[:1].expand_as(output), lse)),
+        ("lse", (output, lse[:1].expand_as(lse))),
+        ("output", (output, shared)),
+        ("output", (output.to_sparse(), lse)),
+        ("lse", (output, lse.to_sparse())),
+        ("lse", (output, torch._neg_view(lse))),
+        ("output", (None, lse)),
+        ("lse", (output, lse.double())),
+    ):
+        refused(lambda outputs=outputs: merge.run(*outputs), name)
+        assert output.isnan().all()
+
+
+def parameters_are_as_good_as_tensors() -> None:
+    problem = Problem([40, 7], [2, 1])
+    for form in FORMS:
+        decoder = DcpDecoder(problem.plan(FP32), form=form)
+        plain = problem.bind(decoder)
+        decoder.run(plain)
+        parameter = torch.nn.Parameter(torch.empty_like(plain.output))
+        binding = problem.bind(decoder, q=torch.nn.Parameter(plain.q), output=parameter)
+        decoder.run(binding)
+        assert torch.equal(binding.output, plain.output)
+
+
+def a_merge_of_no_such_size_is_refused() -> None:
+    for name, value in (
+        *(("num_heads", value) for value in (0, -2, 4.0, "4", None)),
+        *(("width", value) for value in (0, -1, "5")),
+        *(("max_rows", value) for value in (-1, 1.5, None)),
+    ):
+        sizes = {"num_heads": HEADS, "width": 5, "max_rows": 1, name: value}
+        refused(lambda sizes=sizes: LseMerge(None, partial_dtype=FP32, device="cpu", **sizes), name)
 
 
 def gatherv_concatenates() -> None:
@@ -283,6 +336,16 @@ def gatherv_takes_any_strides() -> None:
     assert torch.equal(found, torch.cat([whole.T[r::world] for r in range(world)]))
 
 
+def gatherv_writes_pending_signs_out() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+    for sizes in ([2] * world, list(range(world))):
+        for view in (whole.conj(), torch._neg_view(whole.real), whole.conj().imag):
+            found = all_gatherv(view[: sizes[rank]])
+            values = view.resolve_conj().resolve_neg()
+            assert torch.equal(found, torch.cat([values[:size] for size in sizes]))
+
+
 def gatherv_in_a_group_of_one() -> None:
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     tensor = torch.arange(6.0).view(2, 3).T
@@ -297,12 +360,15 @@ def gatherv_refuses_on_every_rank() -> None:
     for bad in (good.double(), torch.zeros(rank, 5), torch.zeros(4), torch.zeros(rank, 4, 1)):
         refused(lambda bad=bad: all_gatherv(bad if odd else good), "tensor")
     refused(lambda: all_gatherv(torch.zeros(4, 4), 1 if odd else 0), "tensor")
-    for bad in (None, torch.tensor(1.0), torch.zeros(1, 4, requires_grad=True)):
+    for bad in (None, torch.tensor(1.0), torch.zeros(1, 4, requires_grad=True), torch.zeros(1, 4).to_sparse()):
         message = refused(lambda bad=bad: all_gatherv(bad if odd else good), "tensor")
         assert odd or "[1]" in message
     refused(lambda: all_gatherv(good, 7 if odd else 0), "dim" if odd else "tensor")
-    refused(lambda: all_gatherv(good, sizes=[9] * dist.get_world_size()), "sizes")
-    assert all_gatherv(good).shape[0] == sum(range(dist.get_world_size()))
+    world = dist.get_world_size()
+    for sizes in ([9] * world, 5, "x" * world, [None] * world, [float(rank)] * world, [-1] * world, [rank]):
+        refused(lambda sizes=sizes: all_gatherv(good, sizes=sizes), "sizes")
+    refused(lambda: all_gatherv(good, 0, "x"), "group")
+    assert all_gatherv(good).shape[0] == sum(range(world))
 
 
 CASES = (
@@ -321,8 +387,12 @@ CASES = (
     merge_converts_the_base,
     merge_shows_a_faulty_rank,
     disagreement_is_refused_everywhere,
+    results_without_memory_of_their_own_are_refused,
+    parameters_are_as_good_as_tensors,
+    a_merge_of_no_such_size_is_refused,
     gatherv_concatenates,
     gatherv_takes_any_strides,
+    gatherv_writes_pending_signs_out,
     gatherv_in_a_group_of_one,
     gatherv_refuses_on_every_rank,
 )

@@ -92,19 +92,24 @@ def test_nonsense_is_refused(change, argument):
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "argument"),
+    ("call", "argument"),
     [
-        (dcp.owner, (-1, 2), "position"),
-        (dcp.owner, (1, 0), "world"),
-        (dcp.local_index, (1, 2, 0), "interleave"),
-        (dcp.local_index, (1.0, 2), "position"),
-        (dcp.local_length, (-1, 0, 2), "length"),
-        # Unchecked, a number that looks right, and a division by 0.
-        (dcp.local_length, (30, 7, 2), "rank"),
-        (dcp.local_length, (30, 0, 2, 0), "interleave"),
+        (lambda: dcp.local_lengths(torch.tensor([3, -1]), 0, 2), "lengths"),
+        (lambda: dcp.local_length(-1, 0, 2), "length"),
+        (lambda: dcp.local_length(8, 2, 2), "rank"),
+        (lambda: dcp.local_length(8.0, 0, 2), "length"),
+        (lambda: dcp.local_positions(8, 0, 0), "world"),
+        (lambda: dcp.owner(-1, 2), "position"),
+        (lambda: dcp.owner(1, 0), "world"),
+        (lambda: dcp.local_index(1, 2, 0), "interleave"),
+        (lambda: dcp.visible_lengths(torch.tensor([3]), torch.tensor([0, 1]), 1), "cache_seqlens"),
+        (lambda: dcp.visible_lengths(torch.tensor(3).int(), torch.tensor([0, 1]).int(), 1), "cache_seqlens"),
+        (lambda: dcp.visible_lengths(torch.tensor([3]).int(), torch.tensor([0, 1]), 1), "cu_seqlens_q"),
+        (lambda: dcp.visible_lengths(torch.tensor([3]).int(), torch.tensor([0]).int(), 1), "cu_seqlens_q"),
+        (lambda: dcp.visible_lengths(torch.tensor([3]).int(), torch.tensor([0, 1]).int(), -1), "total_q"),
     ],
 )
-def test_nonsense_numbers_are_refused(function, arguments, argument):
+def test_numbers_that_cannot_be_are_refused(call, argument):
     with pytest.raises(densemla.ContractError) as caught:
-        function(*arguments)
+        call()
     assert caught.value.argument == argument

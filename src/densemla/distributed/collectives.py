@@ -46,14 +46,17 @@ class Group:
         group: from ``torch.distributed.new_group``, or None for the default group.
 
     Raises:
-        ContractError: ``torch.distributed`` isn't initialised, or this rank isn't in the group.
+        ContractError: ``torch.distributed`` isn't initialised, ``group`` is none, or this rank isn't in it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ContractError("group", "an initialised torch.distributed (torchrun, then init_process_group)", "none")
         self.process_group = group
-        self.rank = dist.get_rank(group)
+        try:
+            self.rank = dist.get_rank(group)
+        except ValueError as error:
+            raise ContractError("group", "a torch.distributed process group, or None", repr(group)) from error
         if self.rank < 0:
             raise ContractError("group", "a group that holds this rank", f"one without rank {dist.get_rank()}")
         self.world = dist.get_world_size(group)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .. import decoding
 from ..binding import Binding, bind
-from ..checks import check_leading, check_tensor
+from ..checks import check_apart, check_dense, check_leading, check_tensor, check_writable
 from ..errors import ContractError
 from ..planning import Plan
 from ..planning import plan as make_plan
@@ -96,12 +96,13 @@ class DcpDecoder:
         interleave: int = 1,
         form: Form = "all_to_all",
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
-        caps = plan.caps
         ranks = self._ranks = Group(group)
         error = None
+        facts: dict[str, object] = dict.fromkeys(("plan", "interleave", "form"))
         try:
+            if not isinstance(plan, Plan):
+                raise ContractError("plan", "a densemla.Plan", type(plan).__name__)
+            caps = plan.caps
             check_layout(ranks.rank, ranks.world, interleave)
             self._merge = LseMerge(
                 group,
@@ -112,11 +113,12 @@ class DcpDecoder:
                 form=form,
                 device=caps.device,
             )
+            # A rank's device number is its own affair.
+            shared = replace(caps, device=torch.device(caps.device.type))
+            facts = {"plan": shared, "interleave": interleave, "form": form}
         except ContractError as refusal:
             error = refusal
-        # A rank's device number is its own affair.
-        shared = replace(caps, device=torch.device(caps.device.type))
-        ranks.agree({"plan": shared, "interleave": interleave, "form": form}, error)
+        ranks.agree(facts, error)
         self.plan = plan
         self.rank, self.world, self.own_heads = ranks.rank, ranks.world, self._merge.own_heads
         self.interleave, self.form = interleave, self._merge.form
@@ -169,12 +171,14 @@ class DcpDecoder:
             query_cache_seqlens: int32 [total_q], *global* visible length per query instead of that rule.
 
         Raises:
-            ContractError: on every rank, if a tensor does not fit on any of them, or total_q, batch or the
-                scale differ between ranks.
+            ContractError: on every rank, if a tensor does not fit on any of them, or total_q, batch, the scale
+                or which of the length tensors are given differ between ranks.
             PeerError: a peer died or did not join.
         """
         error, binding = None, None
-        facts: dict[str, object] = dict.fromkeys(("q", "cache_seqlens", "cu_seqlens_q", "sm_scale"))
+        facts: dict[str, object] = dict.fromkeys(
+            ("q", "cache_seqlens", "cu_seqlens_q", "query_cache_seqlens", "sm_scale")
+        )
         try:
             binding = self._bound(
                 q, kv_cache, output, lse, page_table, cache_seqlens, sm_scale, cu_seqlens_q, query_cache_seqlens,
@@ -184,6 +188,7 @@ class DcpDecoder:
                 "q": list(q.shape),
                 "cache_seqlens": list(cache_seqlens.shape),
                 "cu_seqlens_q": "one each" if cu_seqlens_q is None else "given",
+                "query_cache_seqlens": "none" if query_cache_seqlens is None else "given",
                 "sm_scale": binding.local.sm_scale,
             }
         except ContractError as refusal:
@@ -215,6 +220,8 @@ class DcpDecoder:
             raise ContractError("q", "a contiguous tensor", f"strides {q.stride()}")
         check_tensor("output", output, caps.output_dtype, (total_q, self.own_heads, caps.kv_lora_rank), device)
         check_tensor("lse", lse, torch.float32, (total_q, self.own_heads), device, unit_stride=False)
+        for name, tensor in (("output", output), ("lse", lse)):
+            check_writable(name, tensor)
         check_tensor("cache_seqlens", cache_seqlens, torch.int32, (batch,), device, unit_stride=False)
         if cu_seqlens_q is not None:
             check_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), device, unit_stride=False)
@@ -222,6 +229,17 @@ class DcpDecoder:
             raise ContractError("cu_seqlens_q", f"a tensor when total_q = {total_q} is not batch = {batch}", None)
         if query_cache_seqlens is not None:
             check_tensor("query_cache_seqlens", query_cache_seqlens, torch.int32, (total_q,), device, unit_stride=False)
+        check_apart(
+            {"output": output, "lse": lse},
+            {
+                "q": q,
+                "kv_cache": check_dense("kv_cache", kv_cache),
+                "page_table": check_dense("page_table", page_table),
+                "cache_seqlens": cache_seqlens,
+                "cu_seqlens_q": cu_seqlens_q,
+                "query_cache_seqlens": query_cache_seqlens,
+            },
+        )
         self._localise(cache_seqlens, cu_seqlens_q, query_cache_seqlens, total_q)
         heads = total_q * caps.num_q_heads
         shape = (total_q, caps.num_q_heads)
@@ -261,11 +279,18 @@ class DcpDecoder:
         total_q: int,
     ) -> None:
         layout = (self.rank, self.world, self.interleave)
-        self._cache_seqlens[: cache_seqlens.shape[0]].copy_(local_lengths(cache_seqlens, *layout))
+        local = self._local("cache_seqlens", cache_seqlens)
         if query_cache_seqlens is not None:
-            self._visible[:total_q].copy_(local_lengths(query_cache_seqlens, *layout))
+            self._visible[:total_q].copy_(self._local("query_cache_seqlens", query_cache_seqlens))
         elif cu_seqlens_q is not None:
             self._visible[:total_q].copy_(local_visible_lengths(cache_seqlens, cu_seqlens_q, total_q, *layout))
+        self._cache_seqlens[: cache_seqlens.shape[0]].copy_(local)
+
+    def _local(self, name: str, lengths: torch.Tensor) -> torch.Tensor:
+        try:
+            return local_lengths(lengths, self.rank, self.world, self.interleave)
+        except ContractError as error:
+            raise ContractError(name, error.expected, error.got) from error
 
     def compile(self, binding: DcpBinding) -> None:
         """Build the local decode's kernels and warm up the merge: before the first capture. Collective."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from ..checks import is_int
+from ..checks import check_dense, is_int
 from ..errors import ContractError
 from .collectives import Group
 
@@ -58,8 +58,10 @@ def all_gatherv(
 
 
 def _refusal(tensor: object, dim: object, sizes: Sequence[int] | None, ranks: Group) -> ContractError | None:
-    if not isinstance(tensor, torch.Tensor):
-        return ContractError("tensor", "a tensor", type(tensor).__name__)
+    try:
+        tensor = check_dense("tensor", tensor)
+    except ContractError as error:
+        return error
     if not 1 <= tensor.dim() <= _MAX_DIMS:
         return ContractError("tensor", f"1 to {_MAX_DIMS} dimensions", list(tensor.shape))
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -67,11 +69,18 @@ def _refusal(tensor: object, dim: object, sizes: Sequence[int] | None, ranks: Gr
     if not is_int(dim, -tensor.dim(), tensor.dim() - 1):
         return ContractError("dim", f"an int in [{-tensor.dim()}, {tensor.dim()})", repr(dim))
     if sizes is not None:
-        if len(sizes) != ranks.world or any(size < 0 for size in sizes):
-            return ContractError("sizes", f"{ranks.world} sizes of at least 0, one for each rank", list(sizes))
+        if (wrong := sizes_refusal(sizes, ranks)) is not None:
+            return wrong
         if sizes[ranks.rank] != tensor.shape[dim]:
             return ContractError("sizes", f"{tensor.shape[dim]} for rank {ranks.rank}, as tensor has", list(sizes))
     return ranks.device_refusal("tensor", tensor.device)
+
+
+def sizes_refusal(sizes: object, ranks: Group) -> ContractError | None:
+    """The error for ``sizes`` that are not one int of at least 0 for each rank."""
+    if isinstance(sizes, Sequence) and len(sizes) == ranks.world and all(is_int(size, 0) for size in sizes):
+        return None
+    return ContractError("sizes", f"a sequence of {ranks.world} ints of at least 0, one for each rank", repr(sizes))
 
 
 def _agreed_sizes(tensor: torch.Tensor, dim: int, ranks: Group, error: ContractError | None) -> list[int]:
@@ -106,7 +115,8 @@ def _check_same(what: str, found: list[int] | list[list[int]], tensor: torch.Ten
 
 
 def _gather(tensor: torch.Tensor, dim: int, ranks: Group, sizes: Sequence[int]) -> torch.Tensor:
-    piece = tensor.movedim(dim, 0).contiguous()
+    # Bytes travel, so what is negated or conjugated only when read has to be written out.
+    piece = tensor.movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
     gathered = piece.new_empty(sum(sizes), *piece.shape[1:])
     if gathered.numel() == 0:
         return gathered.movedim(0, dim)

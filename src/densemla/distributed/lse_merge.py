@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ..checks import is_int
+from ..checks import check_apart, check_int, check_leading, check_tensor, check_writable, is_int
 from ..device import usable
 from ..errors import ContractError
 from ..merging import merge
@@ -73,6 +73,8 @@ class LseMerge:
         world = self.ranks.world
         if form not in FORMS:
             raise ContractError("form", " or ".join(map(repr, FORMS)), repr(form))
+        for name, value, low in (("num_heads", num_heads, 1), ("width", width, 1), ("max_rows", max_rows, 0)):
+            check_int(name, value, low)
         if num_heads % world:
             raise ContractError("num_heads", f"a multiple of the group's {world} ranks", num_heads)
         device = usable(device)
@@ -140,10 +142,12 @@ class LseMerge:
         self._check(output, lse, base)
         if output.shape[0] == 0:
             return
-        if self.form == "all_to_all":
-            self._all_to_all(output, lse, base)
-        else:
-            self._reduce_scatter(output, lse, base)
+        # Not no_grad, which would refuse tensors that were made in inference mode.
+        with torch.inference_mode():
+            if self.form == "all_to_all":
+                self._all_to_all(output, lse, base)
+            else:
+                self._reduce_scatter(output, lse, base)
 
     def _all_to_all(self, output: torch.Tensor, lse: torch.Tensor, base: float) -> None:
         world, rows, own = self.ranks.world, output.shape[0], self.own_heads
@@ -188,22 +192,16 @@ class LseMerge:
         return tensor.reshape(rows, self.ranks.world, self.own_heads, *rest).transpose(0, 1)
 
     def _check(self, output: torch.Tensor, lse: torch.Tensor, base: float) -> None:
-        if base not in (math.e, 2):
+        if not isinstance(base, (int, float)) or base not in (math.e, 2):
             raise ContractError("base", "math.e or 2", repr(base))
-        rows = output.shape[0] if isinstance(output, torch.Tensor) and output.dim() else -1
-        if not 0 <= rows <= self.max_rows:
-            raise ContractError("output", f"a tensor of at most max_rows = {self.max_rows} rows", rows)
-        for name, tensor, shape in (
-            ("output", output, (rows, self.own_heads, self.width)),
-            ("lse", lse, output.shape[:2]),
-        ):
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.device != self.device:
-                got = f"{list(tensor.shape)} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
-                raise ContractError(name, f"{list(shape)} on {self.device}", got)
-        if not output.is_floating_point() or (self.width > 1 and output.stride(-1) != 1):
-            raise ContractError("output", "a float dtype, last stride 1", f"{output.dtype}, strides {output.stride()}")
-        if lse.dtype is not torch.float32:
-            raise ContractError("lse", "float32", lse.dtype)
+        rows = check_leading("output", output, self.max_rows, "max_rows")
+        if not output.is_floating_point():
+            raise ContractError("output", "a float dtype", output.dtype)
+        check_tensor("output", output, output.dtype, (rows, self.own_heads, self.width), self.device)
+        check_tensor("lse", lse, torch.float32, (rows, self.own_heads), self.device, unit_stride=False)
+        for name, tensor in (("output", output), ("lse", lse)):
+            check_writable(name, tensor)
+        check_apart({"output": output, "lse": lse}, {})
 
 
 def _weights(lses: torch.Tensor, rank: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:

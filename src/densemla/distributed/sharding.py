@@ -8,35 +8,36 @@ A visible length is a bound on *global* positions, so each is localised by itsel
 distance from the newest token off the local length is wrong: with world 2, interleave 1, the bounds
 8, 9, 10 are 4, 4, 5 on rank 1, not 3, 4, 5.
 
-Arguments that are no ints, or out of range, are a :class:`ContractError`.
+All raise :class:`ContractError` for a rank outside the world, an interleave below 1, and numbers of tokens that
+are no int or negative (elements of tensors: in host memory).
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..checks import check_int
+from ..checks import check_dims, check_int, check_tensor
 from ..errors import ContractError
 
 
 def owner(position: int, world: int, interleave: int = 1) -> int:
     """The rank that holds the token at global ``position``."""
-    check_int("position", position, 0)
     check_layout(0, world, interleave)
+    check_int("position", position, 0)
     return position // interleave % world
 
 
 def local_index(position: int, world: int, interleave: int = 1) -> int:
     """The row, in its owner's shard, of the token at global ``position``."""
-    check_int("position", position, 0)
     check_layout(0, world, interleave)
+    check_int("position", position, 0)
     return position // (world * interleave) * interleave + position % interleave
 
 
 def local_length(length: int, rank: int, world: int, interleave: int = 1) -> int:
     """Tokens below global position ``length`` that ``rank`` holds. Never less for a larger ``length``."""
-    check_int("length", length, 0)
     check_layout(rank, world, interleave)
+    check_int("length", length, 0)
     rounds, rest = divmod(length, world * interleave)
     return rounds * interleave + min(max(rest - rank * interleave, 0), interleave)
 
@@ -55,13 +56,12 @@ def local_lengths(lengths: torch.Tensor, rank: int, world: int, interleave: int 
 
     Returns:
         The same dtype and shape.
-
-    Raises:
-        ContractError: ``lengths`` is no integer tensor, or rank, world and interleave don't fit together.
     """
     check_layout(rank, world, interleave)
     if not isinstance(lengths, torch.Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         raise ContractError("lengths", "an int32 or int64 tensor", getattr(lengths, "dtype", type(lengths).__name__))
+    if lengths.device.type == "cpu" and lengths.numel() and (low := int(lengths.min())) < 0:
+        raise ContractError("lengths", "lengths of at least 0", low)
     cycle = world * interleave
     rest = (lengths % cycle - rank * interleave).clamp_(0, interleave)
     return lengths // cycle * interleave + rest
@@ -81,8 +81,12 @@ def visible_lengths(cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor, tot
     Returns:
         int32 [total_q].
     """
-    batch = cache_seqlens.shape[0]
-    rows = torch.arange(total_q, dtype=torch.int32, device=cache_seqlens.device)
+    check_dims("cache_seqlens", cache_seqlens, 1)
+    batch, device = cache_seqlens.shape[0], cache_seqlens.device
+    check_tensor("cache_seqlens", cache_seqlens, torch.int32, (batch,), device, unit_stride=False)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch + 1,), device, unit_stride=False)
+    check_int("total_q", total_q, 0)
+    rows = torch.arange(total_q, dtype=torch.int32, device=device)
     if batch == 0:
         return torch.zeros_like(rows)
     ends = cu_seqlens_q[1:].contiguous()
