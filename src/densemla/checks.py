@@ -61,7 +61,7 @@ def check_dims(name: str, tensor: object, dims: int) -> None:
     """``tensor`` must be dense and have this many dimensions."""
     shape = check_dense(name, tensor).shape
     if len(shape) != dims:
-        raise ContractError(name, f"{dims} dimensions", list(shape))
+        raise ContractError(name, f"{dims} dimension{'s' if dims > 1 else ''}", list(shape))
 
 
 def check_leading(name: str, tensor: torch.Tensor, limit: int, limit_name: str) -> int:

@@ -103,6 +103,12 @@ def test_even_shares(tokens, world):
     assert shares == sorted(shares, reverse=True)
 
 
+@pytest.mark.parametrize(("tokens", "world", "name"), [(-1, 2, "tokens"), (2.0, 2, "tokens"), (2, 0, "world")])
+def test_shares_of_nothing(tokens, world, name):
+    with pytest.raises(densemla.ContractError, match=name):
+        even_shares(tokens, world)
+
+
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.data())
 @settings(deadline=None, max_examples=60)
 def test_any_run_of_queries(images, data):

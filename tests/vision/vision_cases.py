@@ -78,7 +78,23 @@ def bad_input_is_refused_on_every_rank() -> None:
     refused(lambda: query_sharded_attention(mine.double() if odd else mine, k, v, bounds), own or "q")
     refused(lambda: query_sharded_attention(mine, k, v, bounds, sm_scale=0.5 if odd else None), "sm_scale")
     refused(lambda: query_sharded_attention(mine, k, v, bounds, sm_scale=0.0 if odd else None), own or "sm_scale")
-    refused(lambda: query_sharded_attention(mine, k, v, bounds, sizes=[20] * world), "sizes")
+    for wrong in (None, 20, [0, 20.0], [False, 20], torch.tensor([[0, 20]]), torch.tensor([0, 20]).to_sparse()):
+        cu = wrong if odd else bounds
+        refused(lambda cu=cu: query_sharded_attention(mine, k, v, cu), own or "cu_seqlens")
+    for scale in (10**400, 1e300, "1"):
+        refused(
+            lambda scale=scale: query_sharded_attention(mine, k, v, bounds, sm_scale=scale if odd else 1.0),
+            own or "sm_scale",
+        )
+    refused(lambda: query_sharded_attention(mine.to_sparse() if odd else mine, k, v, bounds), own or "q")
+    refused(lambda: query_sharded_attention(mine, None if odd else k, v, bounds), own or "k")
+    refused(lambda: query_sharded_attention(mine[..., :0], k[..., :0], v[..., :0], bounds), "k")
+    for wrong in ([20] * world, 20, [None] * world, [float(size) for size in sizes], sizes[:1]):
+        refused(lambda wrong=wrong: query_sharded_attention(mine, k, v, bounds, sizes=wrong), "sizes")
+    refused(lambda: query_sharded_attention(mine, None, v, bounds, sizes=sizes), "k")
+    # No tiled kernel takes fp8. The ranks without a query must hear of it as well.
+    q8, k8, v8 = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
+    refused(lambda: query_sharded_attention(q8 if odd else q8[:0], k8, v8, bounds), "q")
     right = dense(q, k, v, bounds).float()
     torch.testing.assert_close(query_sharded_attention(mine, k, v, bounds), right, atol=1e-5, rtol=1e-5)
 

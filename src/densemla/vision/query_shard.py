@@ -12,7 +12,6 @@ head size the call fails and says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -21,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..checks import check_int, is_int
+from ..checks import check_dense, check_dims, check_int, check_scale, is_int
 from ..distributed.collectives import Group
-from ..distributed.gather import all_gatherv
+from ..distributed.gather import all_gatherv, sizes_refusal
 from ..errors import ContractError
 
 _TILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -142,14 +141,16 @@ def query_sharded_attention(
     """
     ranks = Group(group)
     if sizes is None:
-        sizes = _agreed_shares(q, k, v, cu_seqlens, sm_scale, ranks)
-    if len(sizes) != ranks.world or sum(sizes) != k.shape[0] or sizes[ranks.rank] != q.shape[0]:
+        sizes, bounds = _agreed_shares(q, k, v, cu_seqlens, sm_scale, ranks)
+    else:
+        bounds = _bounds(q, k, v, cu_seqlens)
+        if (wrong := sizes_refusal(sizes, ranks)) is not None:
+            raise wrong
+    if sum(sizes) != k.shape[0] or sizes[ranks.rank] != q.shape[0]:
         raise ContractError(
-            "sizes",
-            f"{ranks.world} shares with the sum {k.shape[0]}, {q.shape[0]} of them on rank {ranks.rank}",
-            list(sizes),
+            "sizes", f"shares with the sum {k.shape[0]}, {q.shape[0]} of them on rank {ranks.rank}", list(sizes)
         )
-    output = attend_share(q, k, v, cu_seqlens, start=sum(sizes[: ranks.rank]), sm_scale=sm_scale)
+    output = attend_share(q, k, v, bounds, start=sum(sizes[: ranks.rank]), sm_scale=sm_scale)
     return all_gatherv(output, 0, group, sizes=sizes)
 
 
@@ -160,30 +161,35 @@ def _agreed_shares(
     cu_seqlens: torch.Tensor | Sequence[int],
     sm_scale: float | None,
     ranks: Group,
-) -> list[int]:
+) -> tuple[list[int], list[int]]:
+    """Every rank's number of queries, and ``cu_seqlens`` on the host."""
     error = None
     facts: dict[str, object] = dict.fromkeys(("k", "cu_seqlens", "sm_scale"))
-    share = 0
+    share, bounds = 0, [0]
     try:
         bounds = _bounds(q, k, v, cu_seqlens)
-        facts = {
-            "k": f"{k.dtype} {list(k.shape)}",
-            "cu_seqlens": bounds,
-            "sm_scale": _scale(sm_scale, q.shape[2]),
-        }
+        scale = _scale(sm_scale, q.shape[2])
+        facts = {"k": f"{k.dtype} {list(k.shape)}", "cu_seqlens": bounds, "sm_scale": scale}
         share = q.shape[0]
+        with sdpa_kernel(_TILED):
+            # A rank without queries of its own must learn, too, that torch has no kernel.
+            _attend(k[:1], k[:1], v[:1], scale)
     except ContractError as refusal:
         error = refusal
     ranks.agree(facts, error)
-    return [row[0] for row in ranks.exchange([share], "shares")]
+    return [row[0] for row in ranks.exchange([share], "shares")], bounds
 
 
 def _bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int]) -> list[int]:
     """``cu_seqlens`` on the host, all arguments checked."""
     for name, tensor in (("k", k), ("v", v), ("q", q)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3 or not tensor.is_floating_point():
-            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ContractError(name, "a float tensor [tokens, heads, head_dim]", got)
+        check_dense(name, tensor)
+        if tensor.dim() != 3 or not tensor.is_floating_point() or 0 in tensor.shape[1:]:
+            raise ContractError(
+                name,
+                "a float tensor [tokens, heads, head_dim], the last two above 0",
+                f"{tensor.dtype} {list(tensor.shape)}",
+            )
         if tensor.dtype is not k.dtype or tensor.device != k.device or tensor.shape[1:] != k.shape[1:]:
             raise ContractError(
                 name,
@@ -197,19 +203,23 @@ def _bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch
         raise ContractError("v", f"{tokens} tokens, as k has", v.shape[0])
     if q.shape[0] > tokens:
         raise ContractError("q", f"at most the {tokens} tokens of k", q.shape[0])
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
-    whole = bool(bounds) and all(isinstance(bound, int) for bound in bounds)
+    if isinstance(cu_seqlens, torch.Tensor):
+        check_dims("cu_seqlens", cu_seqlens, 1)
+        if cu_seqlens.is_meta:
+            raise ContractError("cu_seqlens", "values", "a meta tensor")
+        bounds = cu_seqlens.tolist()
+    else:
+        bounds = list(cu_seqlens) if isinstance(cu_seqlens, Sequence) else [cu_seqlens]
+    whole = bool(bounds) and all(is_int(bound, 0) for bound in bounds)
     if not whole or bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
-        raise ContractError("cu_seqlens", f"a running sum from 0 to {tokens}, the tokens of k", bounds)
+        raise ContractError("cu_seqlens", f"a running sum from 0 to {tokens}, the tokens of k", cu_seqlens)
     return bounds
 
 
 def _scale(sm_scale: float | None, head_dim: int) -> float:
     if sm_scale is None:
         return float(head_dim**-0.5)
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not 0 < sm_scale < math.inf:
-        raise ContractError("sm_scale", "a finite number above 0", repr(sm_scale))
-    return float(sm_scale)
+    return check_scale("sm_scale", sm_scale)
 
 
 def _segments(start: int, count: int, bounds: Sequence[int]) -> Iterator[tuple[slice, slice]]:
