@@ -13,6 +13,7 @@ import time
 
 import zmq
 
+from densemla.dspark import slab
 from densemla.dspark.protocol import (
     Draft,
     Drafted,
@@ -114,6 +115,7 @@ CALLS = {
     "other_version": lambda call: [b"DMLA\x02" + drafted(call)[0][5:]],
     "fuzzed": fuzzed,
     "huge": lambda call: [*drafted(call)[:1], bytes(4 << 20)],
+    "many_frames": lambda call: [*drafted(call), *[b""] * 9],
 }
 HELLOS = {
     "hello_silent": lambda: None,
@@ -121,16 +123,22 @@ HELLOS = {
     "hello_version": lambda: [b"DMLA\x07" + welcome()[0][5:]],
     "hello_vocabulary": lambda: welcome(geometry=other_geometry(vocab_size=V + 1)),
     "hello_refused": lambda: [encode(Refused(field="block_size", expected="5", got="6"))],
+    "hello_frames": lambda: [*welcome(), *[b""] * 9],
     "slab_nowhere": lambda: welcome(slab="/proc/1/fd/999999", slab_bytes=1 << 20),
     "slab_elsewhere": lambda: welcome(slab="/etc/passwd", slab_bytes=1 << 20),
 }
+
+
+def slab_of_less_than_a_row(hello):
+    memory = slab.create(hello.client, 2)
+    return welcome(slab=memory.path, slab_bytes=2)
 
 
 def main():
     context = zmq.Context()
     names, ports = {}, {}
     poller = zmq.Poller()
-    for name in [*CALLS, *HELLOS, "flood"]:
+    for name in [*CALLS, *HELLOS, "flood", "slab_short"]:
         socket = context.socket(zmq.ROUTER)
         ports[name] = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
         names[socket] = name
@@ -143,6 +151,8 @@ def main():
             message = decode_at_server(head)
             if isinstance(message, Hello):
                 reply = HELLOS[name]() if name in HELLOS else welcome()
+                if name == "slab_short":
+                    reply = slab_of_less_than_a_row(message)
             elif name == "flood":
                 until = time.monotonic() + 0.3
                 while time.monotonic() < until:

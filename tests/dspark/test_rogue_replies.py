@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import dspark_tiny as tiny
 import msgspec
+import numpy as np
 import pytest
 import torch
+import zmq
 from dspark_tiny import NEW_TOKENS, PROMPTS
 
+from densemla.dspark import slab
 from densemla.dspark.checkpoint import identity, load_config
-from densemla.dspark.protocol import Drafted, encode, geometry_of
+from densemla.dspark.protocol import CLIENT_BYTES, Drafted, encode, geometry_of
 from densemla.dspark.remote import DraftRefusedError, DraftRequest, DraftUnreachableError, RemoteDraft
 from densemla.dspark.speculate import generate
 from densemla.dspark.tiny_target import TinyTarget
@@ -50,13 +54,15 @@ FAULTS = {
     "other_version": "bad_frame",
     "fuzzed": "",
     "huge": "timeout",
+    "many_frames": "bad_frame",
+    "hello_frames": "bad_frame",
     "hello_silent": "no_server",
     "hello_garbage": "bad_frame",
     "hello_version": "refused",
     "hello_vocabulary": "refused",
     "hello_refused": "refused",
 }
-HARMLESS = ["narrow", "no_width", "minus_one", "slab_nowhere", "slab_elsewhere"]
+HARMLESS = ["narrow", "no_width", "minus_one", "slab_nowhere", "slab_elsewhere", "slab_short"]
 
 
 class Timed:
@@ -155,9 +161,13 @@ class Chatterbox:
         self.until = time.monotonic() + 2.0
         self.setsockopt = self.send = lambda *_, **__: None
 
-    def recv_multipart(self, *_):
+    def recv(self, *_):
         assert time.monotonic() < self.until, "propose reads on and on"
-        return [encode(Drafted(sequence=0, width=0, dtype="int32", status=[])), b""]
+        return encode(Drafted(sequence=0, width=0, dtype="int32", status=[]))
+
+    def getsockopt(self, option):
+        assert option == zmq.RCVMORE
+        return 0
 
     def close(self, linger):
         self.real.close(linger=linger)
@@ -171,6 +181,23 @@ def test_stale_replies_without_end_do_not_hold_a_call_up(rogue, geometry):
         assert remote.propose([DraftRequest(0, 0, rows, 5, reset=True)]).eq(-1).all()
         assert remote.counters["timeout"] == 1
         assert remote.counters["stale_reply"] > 10
+
+
+def test_memory_that_its_server_can_take_back_is_not_used(tmp_path):
+    """A write behind the end of a file that was cut is no exception but the end of the process."""
+    token = b"t" * CLIENT_BYTES
+    with contextlib.closing(slab.create(token, 4096)) as memory:
+        sealed = slab.attach(memory.path, token, 4096)
+        assert sealed is not None
+        sealed.close()
+        for odd in ((memory.path, token, 4095), (memory.path, b"u" * CLIENT_BYTES, 4096)):
+            assert slab.attach(*odd) is None
+    fds = [os.memfd_create("rows", os.MFD_ALLOW_SEALING), os.open(tmp_path / "rows", os.O_RDWR | os.O_CREAT)]
+    for fd in fds:
+        os.ftruncate(fd, slab.TOKEN_BYTES + 4096)
+        os.pwrite(fd, token, 0)
+        assert slab.attach(f"/proc/{os.getpid()}/fd/{fd}", token, 4096) is None
+        os.close(fd)
 
 
 def test_nobody_there(geometry):
@@ -199,6 +226,17 @@ def test_a_callers_mistake_is_counted_not_raised(rogue, geometry):
         DraftRequest(-1, 0, good, 5, reset=True),
         DraftRequest(2**63, 0, good, 5, reset=True),
         DraftRequest(0, 0, torch.zeros(5000, width, dtype=torch.bfloat16), 5, reset=True),
+        DraftRequest(0, 0, None, 5, reset=True),
+        DraftRequest(0, 0, good.tolist(), 5, reset=True),
+        DraftRequest(0, 0, good.to_sparse(), 5, reset=True),
+        DraftRequest(0, 0, torch._neg_view(good), 5, reset=True),
+        DraftRequest(0, 0, good, np.int64(5), reset=True),
+        DraftRequest(0, 0, good, None, reset=True),
+        DraftRequest(0, 0, good, True, reset=True),
+        DraftRequest(0, np.int64(0), good, 5, reset=True),
+        DraftRequest(np.int64(0), 0, good, 5, reset=True),
+        DraftRequest("0", 0, good, 5, reset=True),
+        DraftRequest(0, 0, good, 5, reset=np.bool_(True)),
     ]
     with RemoteDraft(rogue["narrow"], geometry, timeout=1.0) as remote:
         remote.connect()

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..checks import is_int
 from . import slab
 from ._extra import zmq
 from .protocol import (
@@ -49,6 +50,9 @@ from .protocol import (
 log = logging.getLogger(__name__)
 
 _Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+_MOST_FRAMES = 8
+"""A reply has two; a few more are told apart by their number."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 
@@ -124,10 +128,20 @@ def _milliseconds(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1000))
 
 
+def _frames(socket: zmq.Socket[bytes], flags: int = 0) -> list[bytes]:
+    """The next message. Of one with a million frames only the first few are read, for reading takes time."""
+    frames = [socket.recv(flags)]
+    while socket.getsockopt(zmq.RCVMORE):
+        if len(frames) == _MOST_FRAMES:
+            raise _FailedCall("bad_frame", f"more than {_MOST_FRAMES} frames in a message")
+        frames.append(socket.recv(flags))
+    return frames
+
+
 def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
     """The message that a poll has announced."""
     try:
-        return socket.recv_multipart(zmq.NOBLOCK)
+        return _frames(socket, zmq.NOBLOCK)
     except zmq.ZMQError as error:
         raise _FailedCall("bad_frame", str(error)) from error
 
@@ -387,8 +401,10 @@ class RemoteDraft:
             if refusal is None:
                 if self.shared_memory and message.slab:
                     link.slab = slab.attach(message.slab, self._client, message.slab_bytes)
+                whole = 0
                 if link.slab is not None:
                     whole = len(link.slab.rows) // self.geometry.row_bytes * self.geometry.row_bytes
+                if link.slab is not None and whole:
                     space = torch.frombuffer(link.slab.rows[:whole], dtype=self._row_dtype)
                     link.space = space.view(-1, *self._row_shape)
                 link.welcome = message
@@ -431,26 +447,35 @@ class RemoteDraft:
             self.counters["stale_reply"] += 1
 
     def _item(self, request: DraftRequest, welcome: Welcome) -> Item:
+        for name, value, low, high in (
+            ("request", request.request, 0, (1 << 63) - 1),
+            ("start", request.start, 0, (1 << 31) - 1),
+            ("anchor", request.anchor, -1, self.geometry.vocab_size - 1),
+        ):
+            if not is_int(value, low, high):
+                raise _FailedCall(
+                    "bad_request", f"{name} of request {request.request!r}: {value!r}, no int in [{low}, {high}]"
+                )
+        if not isinstance(request.reset, bool):
+            raise _FailedCall("bad_request", f"reset of request {request.request}: {request.reset!r}, no bool")
         rows = request.rows
-        shape = rows.shape
-        if rows.dtype is not self._row_dtype or not shape or shape[1:] != self._row_shape or not rows.is_cpu:
+        plain = isinstance(rows, torch.Tensor) and rows.layout is torch.strided and rows.is_cpu and not rows.is_neg()
+        if not plain or rows.dtype is not self._row_dtype or not rows.dim() or rows.shape[1:] != self._row_shape:
+            came = f"{rows.dtype} {list(rows.shape)} on {rows.device}" if plain else type(rows).__name__
             raise _FailedCall(
                 "bad_request",
-                f"rows of request {request.request}: {rows.dtype} {list(shape)} on {rows.device}, not "
-                f"{self._row_dtype} {['n', *self._row_shape]} on the CPU",
+                f"rows of request {request.request}: {came}, not {self._row_dtype} {['n', *self._row_shape]} in "
+                "plain CPU memory",
             )
-        if shape[0] > welcome.max_rows or not -1 <= request.anchor < self.geometry.vocab_size:
+        if rows.shape[0] > welcome.max_rows:
             raise _FailedCall(
                 "bad_request",
-                f"request {request.request}: {shape[0]} rows (the server takes {welcome.max_rows}), "
-                f"anchor {request.anchor}",
+                f"request {request.request}: {rows.shape[0]} rows, the server takes {welcome.max_rows}",
             )
-        if not (0 <= request.request < 1 << 63 and 0 <= request.start < 1 << 31):
-            raise _FailedCall("bad_request", f"request {request.request} starting at {request.start}")
         return Item(
             request=request.request,
             start=request.start,
-            rows=shape[0],
+            rows=rows.shape[0],
             anchor=request.anchor,
             reset=request.reset,
         )
@@ -490,7 +515,7 @@ class RemoteDraft:
         # A receive that waits is one system call less than a poll.
         link.socket.setsockopt(zmq.RCVTIMEO, _milliseconds(left))
         try:
-            return link.socket.recv_multipart()
+            return _frames(link.socket)
         except zmq.Again as error:
             raise _FailedCall("timeout", f"no reply in {self.timeout} s") from error
         except zmq.ZMQError as error:

@@ -3,10 +3,10 @@
 A call of 8 requests with 7 rows of a Kimi-K3 target carries 4 MB. Through a socket these bytes are copied
 four times; here the verifier writes them once where the server reads them.
 
-The server makes the memory (a sealed ``memfd``: nobody can shrink it under its reader, and it is gone
+The server makes the memory (a sealed ``memfd``: nobody can shrink it under its users, and it is gone
 with its last user, whatever way that one ends) and names it by a path under ``/proc``. A verifier that
 can't open the path, or does not find its own token there, is on another host or under another user, and
-sends frames.
+sends frames; so it does where the seal is missing, as a write behind the end would end its process.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ def attach(path: str, token: bytes, size: int) -> Slab | None:
     if not supported() or not _PATH.fullmatch(path):
         return None
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        if os.fstat(fd).st_size != TOKEN_BYTES + size:
+        # The seal first: only what can't shrink any more has a size to rely on. Other files have no seals: OSError.
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not sealed or os.fstat(fd).st_size != TOKEN_BYTES + size:
             return None
         shared = mmap.mmap(fd, TOKEN_BYTES + size)
     except (OSError, ValueError):
