@@ -11,6 +11,9 @@ from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_field
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+MOST_PAGES = (1 << 31) - 1
+"""Page ids are int32."""
+
 
 def empty(
     num_pages: int,
@@ -28,7 +31,7 @@ def empty(
             CUDA device that torch can use here.
     """
     for name, value, low, high in (
-        ("num_pages", num_pages, 0, (1 << 31) - 1),
+        ("num_pages", num_pages, 0, MOST_PAGES),
         ("page_size", page_size, 1, 1 << 20),
         ("kv_lora_rank", kv_lora_rank, 1, 4096),
         ("qk_rope_head_dim", qk_rope_head_dim, 0, 4096),

@@ -282,6 +282,15 @@ def make_pool(pages):
                   dtype=torch.float32)  # fmt: skip
 
 
+def test_a_pool_that_memory_has_no_room_for_is_refused_by_name(monkeypatch):
+    def full(*sizes, **options):
+        raise RuntimeError("not enough memory\nframe #0: in C++")
+
+    monkeypatch.setattr("densemla.kv_cache.empty", full)
+    with pytest.raises(ContractError, match=r"^byte_budget: expected memory .*not enough memory$"):
+        make_pool(4)
+
+
 def test_the_pool_stays_in_its_budget_and_the_oldest_makes_room():
     pool = make_pool(4)
     assert pool.caches.numel() * 4 == 4 * pool.page_bytes

@@ -47,6 +47,8 @@ class KVPool:
         self.num_pages = byte_budget // self.page_bytes
         if self.num_pages < 1:
             raise ContractError("byte_budget", f"at least one page of {self.page_bytes} bytes", byte_budget)
+        if (most := kv_cache.MOST_PAGES // num_layers) < self.num_pages:
+            raise ContractError("byte_budget", f"at most {most} pages of {self.page_bytes} bytes", byte_budget)
         try:
             pages = kv_cache.empty(
                 num_layers * self.num_pages,
@@ -56,8 +58,8 @@ class KVPool:
                 qk_rope_head_dim=qk_rope_head_dim,
                 device=device,
             )
-        except (RuntimeError, ContractError) as error:
-            # Torch's word for too little memory, with a stack of C++ below its first line; or more pages than have ids.
+        except RuntimeError as error:
+            # Torch's word for too little memory, with a stack of C++ below its first line.
             why = str(error).split("\n", 1)[0]
             raise ContractError("byte_budget", f"memory that {device} has", f"{byte_budget} bytes: {why}") from error
         self.caches = pages.view(num_layers, self.num_pages, *pages.shape[1:])
