@@ -118,6 +118,16 @@ def test_zero_and_three_tokens_in_one_batch():
     assert same.accepted.tolist() == [0, 3, 0]
 
 
+def test_what_stands_behind_the_end_of_a_proposal_is_never_accepted():
+    sure = torch.zeros(1, 4, 4)
+    sure[..., 0] = 1.0
+    for drawn in (None, torch.full((1, 3, 4), 0.25)):
+        result = block_rejection_sample(torch.tensor([[-1, 0, 0]]), sure, drawn)
+        assert (result.tokens.tolist(), result.accepted.tolist()) == ([[0, -1, -1, -1]], [0])
+        result = block_rejection_sample(torch.tensor([[0, -1, 0]]), sure, drawn)
+        assert (result.tokens.tolist(), result.accepted.tolist()) == ([[0, 0, -1, -1]], [1])
+
+
 def test_no_requests_and_no_depth():
     empty = torch.empty(0, 3, dtype=torch.int64)
     assert block_rejection_sample(empty, torch.empty(0, 4, 5)).tokens.shape == (0, 4)
