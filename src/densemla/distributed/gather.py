@@ -35,8 +35,8 @@ def all_gatherv(
         dim: dimension along which the sizes may differ; negative counts from the end.
         group: process group; None is the default one.
         sizes: the size along ``dim`` on each rank, where all ranks know it already. Then only this rank's
-            own entry is checked (ranks that state different ``sizes`` wait for each other in vain), the
-            call waits for nothing, and on NCCL it can be captured in a CUDA graph.
+            own entry is checked (ranks that state different ``sizes`` wait for each other in vain, or gloo
+            ends a process), the call waits for nothing, and on NCCL it can be captured in a CUDA graph.
 
     Returns:
         A new contiguous tensor with size ``sum(sizes)`` along ``dim``; in a group of one, ``tensor`` itself.
