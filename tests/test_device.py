@@ -87,9 +87,10 @@ def test_a_capability_that_is_no_pair_is_refused(capability: object) -> None:
         check_arch(capability, ["sm_90"])  # type: ignore[arg-type]
 
 
-def test_a_string_is_no_list() -> None:
+@pytest.mark.parametrize("arch_list", ["sm_90", None, 90, [90]])
+def test_what_is_no_list_of_names_is_refused(arch_list: object) -> None:
     with pytest.raises(ContractError, match="arch_list"):
-        check_arch((9, 0), "sm_90")
+        check_arch((9, 0), arch_list)  # type: ignore[arg-type]
 
 
 capabilities = st.tuples(st.integers(5, 15), st.integers(0, 9))

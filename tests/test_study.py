@@ -36,6 +36,8 @@ def test_presets() -> None:
     )
     with pytest.raises(ContractError, match=r"preset.*kimi-k3-tp8.*kimi-k4"):
         preset("kimi-k4")
+    with pytest.raises(ContractError, match="preset"):
+        preset([])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "config"), [("deepseek-v3", DeepseekV3Config()), ("glm-5", GlmMoeDsaConfig())])
@@ -195,6 +197,20 @@ def test_logits_are_what_they_are_called() -> None:
     heavy = largest_weights("heavy")
     assert heavy.max() > 0.5
     assert heavy.min() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        *(("lengths", {"lengths": value}) for value in ([-1], [1.5], ["a"], None, 5)),
+        *(("queries", {"queries": value}) for value in ([-1], [1, 2], ["a"], 5)),
+        *(("logits", {"logits": value}) for value in ("flat", [])),
+    ],
+)
+def test_steps_that_cannot_be_drawn(argument: str, change: dict[str, object]) -> None:
+    with pytest.raises(ContractError) as caught:
+        random_step(densemla.Caps(num_q_heads=2), **{"lengths": [3], **change})  # type: ignore[arg-type]
+    assert caught.value.argument == argument
 
 
 def test_drawn_steps_are_poisoned_where_nobody_may_read() -> None:

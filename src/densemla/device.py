@@ -61,13 +61,14 @@ def check_arch(capability: tuple[int, int], arch_list: Sequence[str], *, device:
         ContractError: ``capability`` is no pair of ints, or an entry of ``arch_list`` can't be read.
     """
     major, minor = _capability(capability)
-    if isinstance(arch_list, str) or not all(isinstance(entry, str) for entry in arch_list):
+    listed = isinstance(arch_list, Sequence) and not isinstance(arch_list, str)
+    if not listed or not all(isinstance(entry, str) for entry in arch_list):
         raise ContractError("arch_list", "a sequence of names such as 'sm_90'", repr(arch_list))
     running = [entry for entry in arch_list if _runs(entry, major, minor)]
     entry = running[0] if running else None
-    listed = ", ".join(arch_list) if arch_list else "nothing"
+    holds = ", ".join(arch_list) if arch_list else "nothing"
     found = f"{entry} runs on it" if entry else "none of it runs there"
-    message = f"{device} has compute capability {major}.{minor} and the build holds {listed}: {found} ({RULE})"
+    message = f"{device} has compute capability {major}.{minor} and the build holds {holds}: {found} ({RULE})"
     return ArchCheck(entry is not None, entry, message)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from . import kv_cache as cache_writer
 from .caps import Caps
-from .checks import check_int
+from .checks import check_int, is_int
 from .errors import ContractError
 from .kv_cache import to_fp8
 from .splits import ceil_div
@@ -50,11 +50,17 @@ def random_step(
         seed: of the generator, from -2**63 to 2**64 - 1.
 
     Raises:
-        ContractError: ``logits`` is unknown, ``seed`` is out of range, or torch can't use the device of ``caps`` here.
+        ContractError: a length or a number of queries is no int of at least 0, ``queries`` has not one for each
+            length, ``logits`` is unknown, ``seed`` is out of range, or torch can't use the device of ``caps`` here.
     """
-    if logits not in LOGITS:
+    if not isinstance(logits, str) or logits not in LOGITS:
         raise ContractError("logits", "one of " + ", ".join(LOGITS), repr(logits))
     check_int("seed", seed, -(1 << 63), (1 << 64) - 1)
+    for name, numbers in (("lengths", lengths), ("queries", [] if queries is None else queries)):
+        if not isinstance(numbers, Sequence) or not all(is_int(number, 0) for number in numbers):
+            raise ContractError(name, "a sequence of ints of at least 0", repr(numbers))
+    if queries is not None and len(queries) != len(lengths):
+        raise ContractError("queries", f"{len(lengths)} of them, as there are lengths", len(queries))
     heavy = logits == "heavy"
     generator = torch.Generator().manual_seed(seed)
     counts = [1] * len(lengths) if queries is None else list(queries)

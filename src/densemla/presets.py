@@ -46,6 +46,6 @@ PRESETS = {
 
 def preset(name: str) -> Preset:
     """The preset called ``name``, or a :class:`ContractError` that lists them."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ContractError("preset", "one of " + ", ".join(PRESETS), repr(name))
     return PRESETS[name]
