@@ -171,11 +171,35 @@ def test_ids_outside_the_vocabulary_are_refused(bad):
         (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, 4), None, "target_probs"),
         (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 3, 4).long(), None, "target_probs"),
         (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 3, 4), torch.ones(1, 2, 5), "draft_probs"),
+        (None, torch.ones(1, 3, 4), None, "draft_tokens"),
+        (torch.zeros(1, 2, dtype=torch.int64).to_sparse(), torch.ones(1, 3, 4), None, "draft_tokens"),
+        (torch.full((1, 2), -1), torch.ones(1, 3, 0), None, "target_probs"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 3, 4, device="meta"), None, "target_probs"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 3, 4), torch.ones(1, 2, 4, device="meta"), "draft_probs"),
     ],
 )
 def test_misfits_are_named(tokens, probs, draft_probs, name):
-    with pytest.raises(ContractError, match=name):
+    with pytest.raises(ContractError) as caught:
         block_rejection_sample(tokens, probs, draft_probs)
+    assert caught.value.argument == name
     if probs.dim() == 3 and name == "draft_tokens":
         with pytest.raises(ContractError, match=name):
             greedy(tokens, torch.zeros(1, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -0.5, 0.0])
+def test_rows_that_are_no_distributions_are_refused_where_they_count(spoilt):
+    tokens, even = torch.tensor([[1, 2, -1]]), torch.full((1, 4, 4), 0.25)
+    for row in range(4):
+        bad = even.clone()
+        if spoilt == 0.0:
+            bad[0, row] = 0.0
+        else:
+            bad[0, row, 3] = spoilt
+        for name, probs, counting in (("target_probs", (bad, None), 3), ("draft_probs", (even, bad[:, :3]), 2)):
+            if row >= counting:
+                block_rejection_sample(tokens, *probs)
+                continue
+            with pytest.raises(ContractError) as caught:
+                block_rejection_sample(tokens, *probs)
+            assert caught.value.argument == name

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import check_dims
 from ..errors import ContractError
 
 
@@ -43,7 +44,8 @@ def greedy(draft_tokens: torch.Tensor, target_tokens: torch.Tensor) -> Verified:
         ContractError: dtypes or shapes do not fit.
     """
     _check_tokens("draft_tokens", draft_tokens, None)
-    _check_tokens("target_tokens", target_tokens, (draft_tokens.shape[0], draft_tokens.shape[1] + 1))
+    shape = (draft_tokens.shape[0], draft_tokens.shape[1] + 1)
+    _check_tokens("target_tokens", target_tokens, shape, draft_tokens.device)
     agrees = (draft_tokens == target_tokens[:, :-1]) & (draft_tokens >= 0)
     accepted = agrees.long().cumprod(1).sum(1)
     return Verified(_assemble(draft_tokens, accepted, target_tokens.gather(1, accepted.unsqueeze(1))), accepted)
@@ -71,22 +73,23 @@ def block_rejection_sample(
         generator: source of the coins and the samples.
 
     Raises:
-        ContractError: dtypes or shapes do not fit, or (host memory only) a token is outside
-            ``[-1, vocab_size)``.
+        ContractError: dtypes, shapes or devices do not fit, or (host memory only) a token is outside
+            ``[-1, vocab_size)``, or a distribution that counts has a negative element, NaN or no finite sum
+            above 0.
     """
     _check_tokens("draft_tokens", draft_tokens, None)
     batch, depth = draft_tokens.shape
-    _check_probs("target_probs", target_probs, (batch, depth + 1), None)
+    _check_probs("target_probs", target_probs, (batch, depth + 1), None, draft_tokens.device)
     vocab = target_probs.shape[2]
     if draft_tokens.device.type == "cpu" and draft_tokens.numel():
         low, high = (int(bound) for bound in draft_tokens.aminmax())
         if low < -1 or high >= vocab:
             raise ContractError("draft_tokens", f"ids in [-1, vocab_size = {vocab})", low if low < -1 else high)
-    if draft_probs is not None:
-        _check_probs("draft_probs", draft_probs, (batch, depth), vocab)
-        draft_probs = _normalised(draft_probs)
-    target_probs = _normalised(target_probs)
     lengths = proposal_lengths(draft_tokens)
+    if draft_probs is not None:
+        _check_probs("draft_probs", draft_probs, (batch, depth), vocab, draft_tokens.device)
+        draft_probs = _normalised("draft_probs", draft_probs, lengths)
+    target_probs = _normalised("target_probs", target_probs, lengths + 1)
     coins = torch.rand(batch, depth, dtype=torch.float64, generator=generator, device=draft_tokens.device)
     survival = torch.ones(batch, dtype=torch.float64, device=draft_tokens.device)
     accepted = torch.zeros_like(lengths)
@@ -129,10 +132,21 @@ def _residual(survival: torch.Tensor, target: torch.Tensor, draft: torch.Tensor)
     return (survival.unsqueeze(1) * target - draft).clamp_min(0.0)
 
 
-def _normalised(probs: torch.Tensor) -> torch.Tensor:
-    """Rows that sum to 1 in float64: a float32 softmax is off by 1e-7, enough for an empty residual."""
+def _normalised(name: str, probs: torch.Tensor, counting: torch.Tensor) -> torch.Tensor:
+    """Rows that sum to 1 in float64: a float32 softmax is off by 1e-7, enough for an empty residual.
+
+    Of each proposal the first ``counting`` rows must be distributions; those behind may hold anything.
+    """
     wide = probs.double()
-    return wide / wide.sum(-1, keepdim=True)
+    total = wide.sum(-1, keepdim=True)
+    if probs.device.type == "cpu":
+        good = (wide >= 0).all(-1) & (total > 0).squeeze(-1) & total.isfinite().squeeze(-1)
+        bad = ~good & (torch.arange(probs.shape[1]) < counting.unsqueeze(1))
+        if bool(bad.any()):
+            raise ContractError(
+                name, "no element negative, and a finite sum above 0", f"another in row {bad.nonzero()[0].tolist()}"
+            )
+    return wide / total
 
 
 def _sample(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -148,17 +162,28 @@ def _assemble(draft_tokens: torch.Tensor, accepted: torch.Tensor, last: torch.Te
     return kept.scatter(1, accepted.unsqueeze(1), last)
 
 
-def _check_tokens(name: str, tokens: torch.Tensor, shape: tuple[int, int] | None) -> None:
-    if not isinstance(tokens, torch.Tensor) or tokens.dtype is not torch.int64 or tokens.dim() != 2:
-        came = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise ContractError(name, "int64 [batch, width]", came)
+def _check_tokens(
+    name: str, tokens: torch.Tensor, shape: tuple[int, int] | None, device: torch.device | None = None
+) -> None:
+    check_dims(name, tokens, 2)
+    if tokens.dtype is not torch.int64:
+        raise ContractError(name, "int64 [batch, width]", f"{tokens.dtype} {list(tokens.shape)}")
     if shape is not None and tuple(tokens.shape) != shape:
         raise ContractError(name, f"shape {list(shape)}", list(tokens.shape))
+    _check_device(name, tokens, device)
 
 
-def _check_probs(name: str, probs: torch.Tensor, leading: tuple[int, int], vocab: int | None) -> None:
-    if not isinstance(probs, torch.Tensor) or not probs.is_floating_point() or probs.dim() != 3:
-        came = f"{probs.dtype} {list(probs.shape)}" if isinstance(probs, torch.Tensor) else type(probs).__name__
-        raise ContractError(name, "float [batch, width, vocab_size]", came)
+def _check_probs(
+    name: str, probs: torch.Tensor, leading: tuple[int, int], vocab: int | None, device: torch.device
+) -> None:
+    check_dims(name, probs, 3)
+    if not probs.is_floating_point() or probs.shape[2] == 0:
+        raise ContractError(name, "float [batch, width, vocab_size > 0]", f"{probs.dtype} {list(probs.shape)}")
     if tuple(probs.shape[:2]) != leading or (vocab is not None and probs.shape[2] != vocab):
         raise ContractError(name, f"shape {[*leading, vocab or 'vocab_size']}", list(probs.shape))
+    _check_device(name, probs, device)
+
+
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
+    if device not in (None, tensor.device):
+        raise ContractError(name, f"device {device}, as draft_tokens", tensor.device)
