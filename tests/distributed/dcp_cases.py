@@ -230,6 +230,14 @@ def merge_shows_a_faulty_rank() -> None:
         assert lse.isnan().all()
 
 
+def merge_shows_a_nan_however_little_it_weighs() -> None:
+    world = dist.get_world_size()
+    outputs, lses = torch.ones(world, 1, HEADS, 2), torch.zeros(world, 1, HEADS)
+    outputs[-1], lses[-1] = torch.nan, -300.0
+    for form in FORMS:
+        assert _merge(form, outputs, lses)[0].isnan().all()
+
+
 def disagreement_is_refused_everywhere() -> None:
     rank = dist.get_rank()
     problem = Problem([40], [2])
@@ -386,6 +394,7 @@ CASES = (
     merge_drops_empty_shards,
     merge_converts_the_base,
     merge_shows_a_faulty_rank,
+    merge_shows_a_nan_however_little_it_weighs,
     disagreement_is_refused_everywhere,
     results_without_memory_of_their_own_are_refused,
     parameters_are_as_good_as_tensors,

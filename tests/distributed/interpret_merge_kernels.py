@@ -68,6 +68,10 @@ def main() -> None:
         output, lse = form(torch.ones(2, 1, 2, 4), faulty, math.e)
         assert output.isnan().all()
         assert lse.isnan().all()
+    light, poisoned = torch.zeros(2, 1, 2), torch.ones(2, 1, 2, 4)
+    light[1], poisoned[1] = -300.0, NAN
+    for form in (exchange, weigh):
+        assert form(poisoned, light, math.e)[0].isnan().all()
     print(f"{count} merges agree")
 
 

@@ -179,7 +179,7 @@ class LseMerge:
         else:
             weight, merged_lse = _weights(lses, rank, base)
             # Dropped, not multiplied by 0: an empty shard may hold NaN.
-            scaled = torch.where((weight == 0).unsqueeze(-1), 0.0, partial.float() * weight.unsqueeze(-1))
+            scaled = torch.where(lses[rank].isinf().unsqueeze(-1), 0.0, partial.float() * weight.unsqueeze(-1))
             weighted.copy_(self._by_owner(scaled))
             lse.copy_(self._by_owner(merged_lse)[rank])
         total = self._cut(self._received, rows, own)

@@ -77,7 +77,7 @@ def _weigh_kernel(
     weight = tl.exp(mine - top) / tl.where(total == 0.0, 1.0, total)
     values = tl.load(partial + pid * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     # Dropped, not multiplied by 0: an empty shard may hold NaN.
-    values = tl.where(weight == 0.0, 0.0, values * weight)
+    values = tl.where(mine == float("-inf"), 0.0, values * weight)
     target = weighted + owner * weighted_stride + slot * WIDTH + cols
     tl.store(target, values.to(weighted.dtype.element_ty), mask=inside)
     if owner == rank:
