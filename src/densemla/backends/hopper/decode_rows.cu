@@ -293,7 +293,7 @@ struct Half {
             store_rows(stage + (k >> 2) * P_BYTES + warp_row * 128 + ((2 * (k & 3) + (matrix >> 1) ^ line) << 4),
                        pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
         }
-        copy_staged<4>(p, s.tile, stage, OWN * HALF_COLUMNS, split, OWN);
+        copy_staged(p, s.tile, stage, split, OWN);
     }
 };
 

@@ -9,7 +9,7 @@
 // A ring slot is 64 cache rows x 64 columns, one TMA box with 128-byte swizzle.
 
 constexpr int GROUPS = (TILE_N + 31) / 32;  // one row per lane
-[[maybe_unused]] constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
+constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
 constexpr int FEEDERS = 4;  // warps that issue loads: issuing keeps one busy for most of a box's time
 // Boxes of the next chunk whose products run under the softmax of this one: what the ring holds besides
 // the values of two chunks.
@@ -44,10 +44,9 @@ struct Ring {
     }
 };
 
-// Writes an accumulator [64, N] transposed: row n of the buffer holds its 64 values, swizzled.
-template <int HALF_N>
-__device__ __forceinline__ void store_transposed(u32 buffer, const float (&acc)[HALF_N], int warp, int lane) {
-    constexpr int EIGHTS = HALF_N / 4;
+// Writes an accumulator [64, TILE_N] transposed: row n of the buffer holds its 64 values, swizzled.
+__device__ __forceinline__ void store_transposed(u32 buffer, const float (&acc)[TILE_N / 2], int warp, int lane) {
+    constexpr int EIGHTS = TILE_N / 8;
     const int matrix = lane >> 3, line = lane & 7;
     const u32 place = buffer + (8 * (matrix >> 1) + line) * 128 + (((2 * warp + (matrix & 1)) ^ line) << 4);
 #pragma unroll
@@ -94,8 +93,7 @@ __device__ __forceinline__ int lane_column(int lane) {
     return 8 * ((lane >> 3) & 3) + 2 * (lane & 3) + ((lane >> 2) & 1);
 }
 
-// Softmax of a warpgroup over the rows of the tile, a chunk at a time; SYNC is a barrier of its own.
-template <int SYNC>
+// Softmax of a warpgroup over the rows of the tile, a chunk at a time.
 struct Softmax {
     float base[TILE_N / 4], total[TILE_N / 4];  // of this thread's rows
     float factor[GROUPS];                   // of one row per lane
@@ -117,7 +115,7 @@ struct Softmax {
             most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
             lead = fmaxf(lead, fmaf(most[i], score_scale, -base[i]));
         }
-        changed = group_any<SYNC, 128>(lead > SLACK);
+        changed = group_any<2, 128>(lead > SLACK);
         if (!changed) {
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) factor[g] = 1.0f;
@@ -126,7 +124,7 @@ struct Softmax {
         const int own = lane_column(lane);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + own] = reduce_group<Max>(most, g, lane);
-        group_sync<SYNC, 128>();
+        group_sync<2, 128>();
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             const int n = 32 * g + own;
@@ -185,10 +183,9 @@ __device__ __forceinline__ void hide_unseen(const Tile& t, float (&acc)[TILE_N /
 }
 
 // Factors of 8 neighbouring rows, of which a thread holds two columns of the accumulator.
-template <int COUNT>
-__device__ __forceinline__ void scale_rows(float (&acc)[COUNT][TILE_N / 2], int block, float2 by) {
+__device__ __forceinline__ void scale_rows(float (&acc)[4][TILE_N / 2], int block, float2 by) {
 #pragma unroll
-    for (int t = 0; t < COUNT; ++t) {
+    for (int t = 0; t < 4; ++t) {
         acc[t][4 * block] *= by.x;
         acc[t][4 * block + 1] *= by.y;
         acc[t][4 * block + 2] *= by.x;
@@ -196,31 +193,29 @@ __device__ __forceinline__ void scale_rows(float (&acc)[COUNT][TILE_N / 2], int 
     }
 }
 
-// Writes COUNT boxes of 64 output columns from `column` on. `stage` is shared memory of the warpgroup, which is number
-// `group` among those that write.
-template <int COUNT>
-__device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[COUNT][TILE_N / 2],
-                                             u32 stage, int column, int split, int group) {
+// Writes half of the output columns, 4 boxes of 64. `stage` is shared memory of the warpgroup.
+__device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[4][TILE_N / 2], u32 stage,
+                                             int split, int half) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
 #if PARTIAL_F32
     if (!s.single) {
         const i64 partial_row = (i64)split * p.max_total_q;
 #pragma unroll
-        for (int t = 0; t < COUNT; ++t) {
-            if (t) writers_sync(group);
+        for (int t = 0; t < 4; ++t) {
+            if (t) writers_sync(half);
 #pragma unroll
             for (int i = 0; i < TILE_N / 2; ++i) {
                 const int n = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
                 const int at = 16 * warp + (lane >> 2) + 4 * (i & 2);
                 store_float(stage + (n * STAGE_PITCH + at) * 4, acc[t][i]);
             }
-            writers_sync(group);
+            writers_sync(half);
 #pragma unroll 4
             for (int u = thread; u < TILE_N * 16; u += 128) {
                 const int2 row = s.row[u >> 4];
                 if (row.x < 0) continue;
                 float* to = (float*)p.partial_output + ((partial_row + row.x) * p.heads + row.y) * RANK;
-                *(float4*)(to + column + 64 * t + 4 * (u & 15)) =
+                *(float4*)(to + half * RANK / 2 + 64 * t + 4 * (u & 15)) =
                     load_floats(stage + ((u >> 4) * STAGE_PITCH + 4 * (u & 15)) * 4);
             }
         }
@@ -228,8 +223,8 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
     }
 #endif
 #pragma unroll
-    for (int t = 0; t < COUNT; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
-    copy_staged<COUNT>(p, s, stage, column, split, group);
+    for (int t = 0; t < 4; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
+    copy_staged(p, s, stage, split, half);
 }
 
 struct Shared {
@@ -305,7 +300,7 @@ __device__ __forceinline__ void add_scores(Shared& s, float (&acc)[TILE_N / 2], 
 __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 weights, u32 ring, int split) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
     const float scale = score_scale(p, s.tile);
-    Softmax<2> softmax;
+    Softmax softmax;
     softmax.begin(s.reduction, warp, lane);
     Boxes at;
     Ring<P_BUFFERS> buffer;
@@ -395,7 +390,7 @@ __device__ __forceinline__ void accumulate(const Params& p, Shared& s, u32 q, u3
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) scale_rows(acc, j, *(const float2*)&s.inverse[8 * j + 2 * (lane & 3)]);
     const u32 room = max(TILE_N * STAGE_PITCH * 4 * PARTIAL_F32, 4 * P_BYTES);
-    store_output(p, s.tile, acc, q + group * room, group * 256, split, group);
+    store_output(p, s.tile, acc, q + group * room, split, group);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1)

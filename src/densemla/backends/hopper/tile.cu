@@ -198,20 +198,19 @@ __device__ __forceinline__ void clean_box(const Tile& t, int chunk, u32 box, int
     }
 }
 
-// Copies COUNT staged boxes of 64 bf16 columns, swizzled, to the output or to the split's partial.
-template <int COUNT>
-__device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 stage, int column, int split, int group) {
+// Copies the 4 staged boxes of half of the output columns, bf16 and swizzled, to the output or to the split's partial.
+__device__ __forceinline__ void copy_staged(const Params& p, const Tile& s, u32 stage, int split, int half) {
     const int thread = threadIdx.x & 127;
     const i64 partial_row = (i64)split * p.max_total_q;
-    writers_sync(group);
+    writers_sync(half);
 #pragma unroll 4
-    for (int u = thread; u < TILE_N * COUNT * 8; u += 128) {
-        const int n = u / (COUNT * 8), t = (u >> 3) % COUNT, unit = u & 7;
+    for (int u = thread; u < TILE_N * 32; u += 128) {
+        const int n = u / 32, t = (u >> 3) % 4, unit = u & 7;
         const int2 row = s.row[n];
         if (row.x < 0) continue;
         char* to = s.single ? p.output + 2 * (row.x * p.output_stride_query + row.y * p.output_stride_head)
                             : p.partial_output + 2 * ((partial_row + row.x) * p.heads + row.y) * RANK;
-        *(uint4*)(to + 2 * (column + 64 * t + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
+        *(uint4*)(to + 2 * (half * RANK / 2 + 64 * t + 8 * unit)) = load_16(stage + t * P_BYTES + n * 128 + ((unit ^ (n & 7)) << 4));
     }
 }
 
