@@ -248,10 +248,8 @@ def _check(binding: Binding) -> None:
             raise ContractError("query_cache_seqlens", f"None (backend {plan.backend})", "a tensor")
         check_tensor("query_cache_seqlens", binding.query_cache_seqlens, torch.int32, (total_q,), caps.device)
     for name, scale in (("q_scale", binding.q_scale), ("kv_scale", binding.kv_scale)):
-        if plan.supports(name):
+        if _takes_scale(name, scale, plan):
             check_tensor(name, scale, torch.float32, (1,), caps.device)
-        elif scale is not None:
-            raise ContractError(name, f"None: only {_SCALED[name]} take a scale", "a scale")
     check_scale("sm_scale", binding.sm_scale)
     if not is_int(binding.active_splits, 1, plan.num_splits):
         raise ContractError(
@@ -291,11 +289,18 @@ def _check_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor]) -> None:
 _SCALED = {"q_scale": "float8_e4m3fn queries", "kv_scale": "a float8_e4m3fn cache"}
 
 
+def _takes_scale(name: str, value: object, plan: Plan) -> bool:
+    """Whether the plan's formats have this scale; one given where they have none is refused."""
+    if plan.supports(name):
+        return True
+    if value is not None:
+        raise ContractError(name, f"None: it applies only to {_SCALED[name]}", "a scale")
+    return False
+
+
 def _scale(name: str, value: torch.Tensor | float | None, plan: Plan) -> torch.Tensor | None:
     """A caller's scale as the one-element tensor that a binding holds."""
-    if not plan.supports(name):
-        if value is not None:
-            raise ContractError(name, f"None: it applies only to {_SCALED[name]}", "a scale")
+    if not _takes_scale(name, value, plan):
         return None
     device = plan.caps.device
     if isinstance(value, torch.Tensor):
