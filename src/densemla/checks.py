@@ -106,6 +106,15 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
             reach += stride * (size - 1)
 
 
+def check_values(name: str, values: torch.Tensor, low: int, high: int, expected: str) -> None:
+    """In host memory every element must be from ``low`` to ``high``; on a GPU, looking would wait for it."""
+    if values.device.type != "cpu" or not values.numel():
+        return
+    least, most = (int(bound) for bound in values.aminmax())
+    if least < low or most > high:
+        raise ContractError(name, expected, least if least < low else most)
+
+
 def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor | None]) -> None:
     """Refuse a tensor to be ``written`` in the memory of another. Only where both fill their memory whole: views may
     interleave without touching."""

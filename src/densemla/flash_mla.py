@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_dense, is_int
+from .checks import check_dense, check_values, is_int
 from .decoding import decode
 from .errors import ContractError
 from .kv_formats import kv_format
@@ -287,13 +287,11 @@ def _indexed(
         raise ContractError(names["kv_cache"], "num_heads_k = 1 with indices", cache.shape[2])
     topk = indices.shape[2]
     num_blocks, block = cache.shape[:2]
-    if (odd := _outside(indices, -1, num_blocks * block - 1)) is not None:
-        raise ContractError(name, f"-1 or a slot in [0, {num_blocks * block})", odd)
+    check_values(name, indices, -1, num_blocks * block - 1, f"-1 or a slot in [0, {num_blocks * block})")
     live = (indices >= 0) & (indices < num_blocks * block)
     if topk_length is not None:
         _check(names["cache_seqlens"], topk_length, torch.int32, (batch,), q.device)
-        if (odd := _outside(topk_length, 0, topk)) is not None:
-            raise ContractError(names["cache_seqlens"], f"0 to the {topk} columns of {name}", odd)
+        check_values(names["cache_seqlens"], topk_length, 0, topk, f"0 to the {topk} columns of {name}")
         live &= torch.arange(topk, device=indices.device) < topk_length.view(batch, 1, 1)
     with _flash_mla_names(names):
         tokens, slot_step, token_step = _token_pages(cache)
@@ -310,16 +308,6 @@ def _indexed(
             sm_scale=softmax_scale,
             kv_lora_rank=head_dim_v,
         )
-
-
-def _outside(values: torch.Tensor, low: int, high: int) -> int | None:
-    """A value outside [low, high], if there is one in host memory."""
-    if values.device.type != "cpu" or not values.numel():
-        return None
-    least, most = (int(bound) for bound in values.aminmax())
-    if least < low:
-        return least
-    return most if most > high else None
 
 
 def _token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:

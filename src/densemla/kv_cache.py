@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import check_dense, check_int, check_scale, check_writable
+from .checks import check_dense, check_int, check_scale, check_values, check_writable
 from .device import usable
 from .errors import ContractError
 from .kv_formats import FP8_MAX, PACKED_GROUP, KVFormat, kv_format, packed_fields
@@ -108,11 +108,8 @@ def _check(latent: torch.Tensor, rope: torch.Tensor, kv_cache: torch.Tensor, slo
     for name, tensor in (("rope", rope), ("kv_cache", kv_cache), ("slot_mapping", slots)):
         if tensor.device != latent.device:
             raise ContractError(name, f"device {latent.device}, where latent is", tensor.device)
-    if slots.device.type == "cpu" and slots.numel():
-        low, high = (int(bound) for bound in slots.aminmax())
-        count = kv_cache.shape[0] * kv_cache.shape[1]
-        if low < -1 or high >= count:
-            raise ContractError("slot_mapping", f"-1 or a slot in [0, {count})", low if low < -1 else high)
+    count = kv_cache.shape[0] * kv_cache.shape[1]
+    check_values("slot_mapping", slots, -1, count - 1, f"-1 or a slot in [0, {count})")
     return fmt
 
 

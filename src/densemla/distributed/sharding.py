@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check_dims, check_int, check_tensor
+from ..checks import check_dims, check_int, check_tensor, check_values
 from ..errors import ContractError
 
 
@@ -60,8 +60,7 @@ def local_lengths(lengths: torch.Tensor, rank: int, world: int, interleave: int 
     check_layout(rank, world, interleave)
     if not isinstance(lengths, torch.Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         raise ContractError("lengths", "an int32 or int64 tensor", getattr(lengths, "dtype", type(lengths).__name__))
-    if lengths.device.type == "cpu" and lengths.numel() and (low := int(lengths.min())) < 0:
-        raise ContractError("lengths", "lengths of at least 0", low)
+    check_values("lengths", lengths, 0, torch.iinfo(lengths.dtype).max, "lengths of at least 0")
     cycle = world * interleave
     rest = (lengths % cycle - rank * interleave).clamp_(0, interleave)
     return lengths // cycle * interleave + rest

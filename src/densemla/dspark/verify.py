@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import check_dims
+from ..checks import check_dims, check_values
 from ..errors import ContractError
 
 
@@ -81,10 +81,7 @@ def block_rejection_sample(
     batch, depth = draft_tokens.shape
     _check_probs("target_probs", target_probs, (batch, depth + 1), None, draft_tokens.device)
     vocab = target_probs.shape[2]
-    if draft_tokens.device.type == "cpu" and draft_tokens.numel():
-        low, high = (int(bound) for bound in draft_tokens.aminmax())
-        if low < -1 or high >= vocab:
-            raise ContractError("draft_tokens", f"ids in [-1, vocab_size = {vocab})", low if low < -1 else high)
+    check_values("draft_tokens", draft_tokens, -1, vocab - 1, f"ids in [-1, vocab_size = {vocab})")
     lengths = proposal_lengths(draft_tokens)
     if draft_probs is not None:
         _check_probs("draft_probs", draft_probs, (batch, depth), vocab, draft_tokens.device)
