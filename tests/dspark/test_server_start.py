@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import dspark_tiny as tiny
 import msgspec
@@ -21,7 +22,7 @@ from densemla.dspark.cli import app, check_device
 from densemla.dspark.engine import DraftEngine
 from densemla.dspark.protocol import geometry_of
 from densemla.dspark.remote import CurveVerifier, DraftRefusedError, DraftRequest, DraftUnreachableError, RemoteDraft
-from densemla.dspark.server import BindError, DraftServer, is_loopback
+from densemla.dspark.server import POLL_MILLISECONDS, BindError, DraftServer, is_loopback
 from densemla.dspark.speculate import generate
 from densemla.dspark.tiny_target import TinyTarget
 from densemla.dspark.vllm_proposer import DRAFT_ENV, ENDPOINT_ENV, TIMEOUT_ENV, RemoteDSparkProposer
@@ -326,6 +327,20 @@ def test_a_long_context_goes_over_in_parts(pair, plain):
         result = generate(tiny.paged(target), PROMPTS, NEW_TOKENS, remote)
     assert result.tokens == plain
     assert result.acceptance_length > 1.5
+
+
+def test_a_stopped_server_answers_what_is_still_on_its_way(monkeypatch):
+    monkeypatch.setattr("densemla.dspark.server.QUIET_MILLISECONDS", 3000)
+    engine = DraftEngine(tiny.make_draft(), checkpoint="", kv_bytes=1 << 20)
+    rows = torch.zeros(1, engine.geometry.context_width, dtype=torch.bfloat16)
+    with (
+        tiny.running(DraftServer(engine, http=None, drain_seconds=3.0)) as server,
+        RemoteDraft(server.endpoint, engine.geometry, timeout=5.0) as remote,
+    ):
+        remote.connect()
+        server.stop()
+        time.sleep(2 * POLL_MILLISECONDS / 1000)
+        assert (remote.propose([DraftRequest(0, 0, rows, 5, reset=True)]) >= 0).all()
 
 
 def test_refusal_survives_a_geometry_of_another_shape(pair):

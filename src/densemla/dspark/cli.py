@@ -77,7 +77,7 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Most requests in a call.")] = 64,
     curve_key: Annotated[Path | None, typer.Option(help="The server's .key_secret file.")] = None,
     curve_verifiers: Annotated[Path | None, typer.Option(help="Folder of the verifiers' .key files.")] = None,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds to answer calls under way after SIGTERM.")] = 2.0,
+    drain: Annotated[float, typer.Option(min=0, help="Most seconds to go on answering calls after SIGTERM.")] = 2.0,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads of torch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready.")] = False,
 ) -> None:
