@@ -173,14 +173,17 @@ def errors(step: Step, requests: list[int] | None = None) -> tuple[float, float]
     return float((got - output).norm() / (norm if norm > 0 else 1)), float(worst)
 
 
-def force(tile: int | None) -> None:
-    """Make the backend use a tile of so many rows."""
+def build(tile: int | None, scorers: int | None, paired: bool) -> None:
+    """Make the backend use a tile of so many rows, and a kernel that it does not use by itself."""
     if tile is not None:
         hopper.tile_rows = lambda caps: tile
+    if scorers is not None:
+        hopper.SCORERS = dict.fromkeys(hopper.SCORERS, scorers)
+    if paired:
+        hopper.PAIRED = frozenset(hopper.SCORERS)
 
 
 def small(backend: str, tile: int | None, fp8: bool) -> None:
-    force(tile)
     torch.manual_seed(1)
     f32, bf16 = torch.float32, torch.bfloat16
     lengths = [0, 1, 63, 64, 65, 1000, 130, 2048]
@@ -220,8 +223,8 @@ def small(backend: str, tile: int | None, fp8: bool) -> None:
         )
 
 
-def time_graph(binding: densemla.Binding, runs: int) -> float:
-    """Median microseconds of a run, over replays of a graph of ``runs`` of them."""
+def capture(binding: densemla.Binding, runs: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``runs`` runs."""
     densemla.compile(binding)
     densemla.run(binding)
     torch.cuda.synchronize()
@@ -229,36 +232,59 @@ def time_graph(binding: densemla.Binding, runs: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(runs):
             densemla.run(binding)
-    for _ in range(3):
+    return graph
+
+
+def time_in_turn(*bindings: densemla.Binding, runs: int = 10, rounds: int = 16) -> list[float]:
+    """Median microseconds of a run of each, over replays in turn of a graph of ``runs`` runs of each."""
+    graphs = [capture(binding, runs) for binding in bindings]
+    for graph in 3 * graphs:
         graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(16)]
-    for event in events:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(graphs) + 1)]
+    for event, graph in zip(events, graphs * rounds, strict=False):
         event.record()
         graph.replay()
+    events[-1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / runs
+    times = [1e3 * a.elapsed_time(b) / runs for a, b in pairwise(events)]
+    return [statistics.median(times[first :: len(graphs)]) for first in range(len(graphs))]
 
 
-def anchor(
-    backend: str, index: int, tile: int | None, partial: str, num_splits: int | None, check: bool, fp8: bool
-) -> None:
-    batch, tokens, heads, queries, flash = ANCHORS[index]
-    force(tile)
-    dtype = torch.float32 if partial == "f32" else torch.bfloat16
+def anchor_step(
+    backend: str, index: int, partial_dtype: torch.dtype, num_splits: int | None = None, fp8: bool = False
+) -> Step:
+    batch, tokens, heads, queries, _ = ANCHORS[index]
     torch.manual_seed(index)
-    step = make_step(
+    return make_step(
         [tokens] * batch,
         [queries] * batch,
         heads,
         backend=backend,
-        partial_dtype=dtype,
+        partial_dtype=partial_dtype,
         poison=False,
         num_splits=num_splits,
         fp8=fp8,
     )
+
+
+def partials(backend: str, index: int) -> None:
+    """What float32 partials cost over bf16."""
+    batch, tokens, heads, queries, _ = ANCHORS[index]
+    steps = [anchor_step(backend, index, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    bf16, f32 = time_in_turn(*(step.binding for step in steps), rounds=64)
+    print(
+        f"{backend} {index:2d} {batch}x{tokens}x{heads}x{queries} splits {steps[0].binding.plan.num_splits} "
+        f"bf16 {bf16:8.1f} us  float32 {f32:8.1f} us  {100 * (f32 / bf16 - 1):+.1f} %",
+        flush=True,
+    )
+
+
+def anchor(backend: str, index: int, partial: str, num_splits: int | None, check: bool, fp8: bool) -> None:
+    batch, tokens, heads, queries, flash = ANCHORS[index]
+    step = anchor_step(backend, index, torch.float32 if partial == "f32" else torch.bfloat16, num_splits, fp8)
     nbytes, flops = batch * tokens * (576 if fp8 else 1152), 2 * batch * queries * heads * tokens * 1088
     floor = max(nbytes / COPY_TBS / 1e6, flops / MATMUL_TFLOPS / 1e6)
-    us = time_graph(step.binding, 10)
+    (us,) = time_in_turn(step.binding)
     out, lse = errors(step, [0]) if check else (math.nan, math.nan)
     rows = hopper.tile_rows(step.binding.plan.caps) if backend == "hopper" else ""
     print(
@@ -278,12 +304,14 @@ def without_limit(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("small", "anchors"))
+    parser.add_argument("what", choices=("small", "anchors", "partials"))
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--tile", type=int, choices=hopper.TILES)
     parser.add_argument("--cases", default=",".join(map(str, range(len(ANCHORS)))))
     parser.add_argument("--partial", default="bf16")
     parser.add_argument("--splits", type=int)
+    parser.add_argument("--scorers", type=int, choices=(1, 2), help="scoring warpgroups of the tiles of 16 and 48 rows")
+    parser.add_argument("--paired", action="store_true", help="two such tiles load the cache together")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="the cache in float8_e4m3fn")
     parser.add_argument("--limit", type=int, help="run in a process with this time limit in seconds")
@@ -297,11 +325,15 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             print(f"-- HUNG after {args.limit} s: {' '.join(command[2:])}", flush=True)
             sys.exit(1)
+    build(args.tile, args.scorers, args.paired)
     if args.what == "small":
         small(args.backend, args.tile, args.fp8)
-    else:
-        for index in map(int, args.cases.split(",")):
-            anchor(args.backend, index, args.tile, args.partial, args.splits, not args.no_check, args.fp8)
+        return
+    for index in map(int, args.cases.split(",")):
+        if args.what == "partials":
+            partials(args.backend, index)
+        else:
+            anchor(args.backend, index, args.partial, args.splits, not args.no_check, args.fp8)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import densemla
 from densemla.backends import hopper
 from densemla.backends.hopper.driver import compile_cubin, find_compiler
-from densemla.backends.hopper.source import SHARED_MEMORY, Formats, MergeVariant
+from densemla.backends.hopper.source import SHARED_MEMORY, Formats, MergeVariant, SwappedVariant
 
 NVCC = shutil.which("nvcc")
 FORMATS = (
@@ -56,6 +56,14 @@ def test_the_decode_kernel_compiles_without_spills_or_serialised_products(
     rows: int, formats: Formats, tmp_path: Path
 ) -> None:
     variant = hopper.decode_variant(rows, formats)
+    assert_clean(ptxas_report(variant.source(), tmp_path))
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize(("rows", "scorers", "paired"), [(16, 2, False), (48, 1, True), (48, 2, False), (48, 2, True)])
+def test_so_do_the_kernels_that_await_measurement(rows: int, scorers: int, paired: bool, tmp_path: Path) -> None:
+    variant = SwappedVariant(rows, Formats(), scorers, paired)
+    assert variant.shared_bytes <= SHARED_MEMORY
     assert_clean(ptxas_report(variant.source(), tmp_path))
 
 

@@ -35,10 +35,24 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return Kernels(tmp_path_factory.mktemp("kernels"))
 
 
-@pytest.fixture(params=hopper.TILES)
-def tile(request: pytest.FixtureRequest) -> int:
-    rows: int = request.param
+# Tile, and what differs from what the backend uses: scoring warpgroups, blocks that load together.
+BUILDS = {
+    **{str(rows): (rows, {}, frozenset()) for rows in hopper.TILES},
+    "16, two scorers": (16, {16: 2}, frozenset()),
+    "48, two scorers, paired": (48, {48: 2}, frozenset((48,))),
+}
+
+
+def use(build: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    rows, scorers, paired = BUILDS[build]
+    monkeypatch.setattr(hopper, "SCORERS", {**hopper.SCORERS, **scorers})
+    monkeypatch.setattr(hopper, "PAIRED", hopper.PAIRED | paired)
     return rows
+
+
+@pytest.fixture(params=BUILDS)
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    return use(request.param, monkeypatch)
 
 
 def bind(step: Step, **options: Any) -> densemla.Binding:
@@ -135,32 +149,58 @@ def test_bits_do_not_depend_on_the_order_of_things(kernels: Kernels, tile: int) 
 
 
 @pytest.mark.parametrize(
-    ("tile", "before", "after"),
+    ("build", "before", "after"),
     [
         # It once was missing: the sums replaced maxima that another warp had yet to read.
-        (48, "    group_sync<2, 128>();  // every warp has read the last maxima", "    //"),
-        (48, "barrier_wait(shared_address(&s.full[box.slot]), box.phase);", ""),
-        (48, "    mma_wait<3 - T>(); \\\n", ""),
-        (64, "barrier_wait(shared_address(&s.p_ready[OTHER]), other_phase);", ""),
-        (64, "        barrier_wait(shared_address(&s.empty[owner][half]), phase ^ 1);\n", ""),
-        (64, "        mma_wait<0>();\n        pin(scores);\n        pin(output);\n", ""),
-        (64, "    group_sync<7, 128>();", ""),
-        (48, "__all_sync(~0u, barrier_over(shared_address(&s.landed[boxes.slot()]), boxes.phase()))", "true"),
+        ("48", "    group_sync<SCORERS_BARRIER, 128 * SCORERS>();  // every warp has read the last maxima", "    //"),
+        ("48", "barrier_wait(shared_address(&s.full[box.slot]), box.phase);", ""),
+        ("48", "    mma_wait<3 - T>(); \\\n", ""),
+        ("64", "barrier_wait(shared_address(&s.p_ready[OTHER]), other_phase);", ""),
+        ("64", "        barrier_wait(shared_address(&s.empty[owner][half]), phase ^ 1);\n", ""),
+        ("64", "        mma_wait<0>();\n        pin(scores);\n        pin(output);\n", ""),
+        ("64", "    group_sync<7, 128>();", ""),
+        (
+            "16, two scorers",
+            "barrier_wait(shared_address(&s.turn[SCORER]), SCORER ? buffer.phase : buffer.phase ^ 1);",
+            "",
+        ),
+        ("16, two scorers", "if (s.reduction.moved[warp]) softmax.follow(s.reduction, warp, lane);", ""),
+        ("48, two scorers, paired", "PAIRED && loads_slot(i) ? 8 : 4", "4"),
+        ("48, two scorers, paired", "    cluster_arrive();\n    cluster_wait();\n", ""),
+        ("48", "__all_sync(~0u, barrier_over(shared_address(&s.landed[boxes.slot()]), boxes.phase()))", "true"),
     ],
-    ids=["maxima", "box", "values", "weights", "slot", "scores", "fp8 read", "fp8 landed"],
+    ids=[
+        "maxima",
+        "box",
+        "values",
+        "weights",
+        "slot",
+        "scores",
+        "fp8 read",
+        "turn",
+        "bases",
+        "pair",
+        "meet",
+        "fp8 landed",
+    ],
 )
-def test_a_missing_wait_is_found(tile: int, before: str, after: str, tmp_path: Path) -> None:
+def test_a_missing_wait_is_found(
+    build: str, before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The emulator's own test."""
+    tile = use(build, monkeypatch)
     whole = hopper_emulator._project_file
     assert before in "".join(map(whole, ("decode_swapped.cu", "decode_rows.cu", "widen.cu")))
     formats = FORMATS["fp8 cache"] if before in whole("widen.cu") else {}
     with patch.object(hopper_emulator, "_project_file", lambda name: whole(name).replace(before, after)):
         broken = Kernels(tmp_path)
         for seed in range(20):
+            # Which kind of step shows a fault depends on the fault.
+            long = make_step([700, 130], heads=20, logits=3.0, seed=seed, **formats)
+            short = make_step([60, 130], heads=20, logits=3.0, seed=seed, **formats)
             try:
-                check(
-                    broken, make_step([700, 130], heads=20, logits=3.0, seed=seed, **formats), tile, seed, num_splits=2
-                )
+                check(broken, long, tile, seed, num_splits=2)
+                check(broken, short, tile, seed, num_splits=3)
             except AssertionError:
                 return
     pytest.fail("not found")

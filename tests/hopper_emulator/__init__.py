@@ -23,16 +23,16 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 _ENTRY = """
 static {parameters}
 static void run() {{ {call}; }}
-extern "C" const char* emulate(unsigned blocks, unsigned threads, unsigned long long seed,
+extern "C" const char* emulate(unsigned blocks, unsigned cluster, unsigned threads, unsigned long long seed,
                                const void* const* arguments) {{
     {unpack}
     emulated::entry = run;
     emulated::blocks.x = blocks;
+    emulated::cluster_blocks = cluster;
     emulated::threads.x = threads;
     emulated::chance.seed(seed);
     emulated::failure[0] = 0;
-    for (emulated::block.x = 0; emulated::block.x < blocks && !emulated::failure[0]; ++emulated::block.x)
-        emulated::run_block();
+    for (unsigned first = 0; first < blocks && !emulated::failure[0]; first += cluster) emulated::run_cluster(first);
     return emulated::failure;
 }}
 """
@@ -51,7 +51,8 @@ def _file(name: str) -> str:
     text = _project_file(name)
     if name != "primitives.cu":
         return text
-    return "\n\n".join(part for part in text.split("\n\n") if "asm" not in part or '"+r"(address)' in part)
+    kept = (part for part in text.split("\n\n") if "asm" not in part or '"+r"(address)' in part)
+    return "\n\n".join(part for part in kept if "extern" not in part)
 
 
 _project_file = source._file
@@ -95,19 +96,20 @@ def build(text: str, path: Path) -> ctypes.CDLL:
     assert done.returncode == 0, done.stderr
     library = ctypes.CDLL(str(path))
     library.emulate.restype = ctypes.c_char_p
-    library.emulate.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_ulonglong, ctypes.POINTER(ctypes.c_void_p))
+    unsigned = ctypes.c_uint
+    library.emulate.argtypes = (unsigned, unsigned, unsigned, ctypes.c_ulonglong, ctypes.POINTER(ctypes.c_void_p))
     return library
 
 
 class EmulatedKernel:
     """What the backend launches in place of a :class:`densemla.backends.hopper.driver.Kernel`."""
 
-    def __init__(self, library: ctypes.CDLL, threads: int, seed: int) -> None:
-        self._library, self._threads, self._seed = library, threads, seed
+    def __init__(self, library: ctypes.CDLL, threads: int, seed: int, cluster: int = 1) -> None:
+        self._library, self._threads, self._seed, self._cluster = library, threads, seed, cluster
 
     def launch(self, blocks: int, stream: int, parameters: Sequence[object], *, early: bool = False) -> None:
         addresses = (ctypes.c_void_p * len(parameters))(*(ctypes.addressof(each) for each in parameters))  # type: ignore[arg-type]
-        failure = self._library.emulate(blocks, self._threads, self._seed, addresses)
+        failure = self._library.emulate(blocks, self._cluster, self._threads, self._seed, addresses)
         if failure:
             raise AssertionError(failure.decode())
 
@@ -138,7 +140,7 @@ class Kernels:
 
         def decode(rows: int, formats: Formats, device: object) -> EmulatedKernel:
             variant = hopper.decode_variant(rows, formats)
-            return EmulatedKernel(self._library(variant), variant.threads, seed)
+            return EmulatedKernel(self._library(variant), variant.threads, seed, variant.blocks)
 
         def merge(variant: MergeVariant, device: object) -> EmulatedKernel:
             return EmulatedKernel(self._library(variant), hopper._MERGE_THREADS, seed)

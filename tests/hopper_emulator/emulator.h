@@ -1,6 +1,6 @@
-// Runs the Hopper kernels on a CPU, one block at a time: what primitives.cu wraps and what CUDA C++ has built in.
+// Runs the Hopper kernels on a CPU, one cluster of blocks at a time: what primitives.cu wraps and what CUDA C++ has built in.
 //
-// A thread of the block is a fiber. Fibers, TMA loads and products run in a random order, as early or as late as
+// A thread is a fiber. Fibers, TMA loads and products run in a random order, as early or as late as
 // barriers and waits allow, some warps much slower than others: a missing wait shows as a wrong answer, and a wait too
 // many as a deadlock. Not emulated: memory visibility (fences do nothing) and the registers of products in flight.
 
@@ -19,6 +19,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ SHARED_STORAGE
@@ -55,7 +56,6 @@ auto min(A a, B b) { return a < b ? a : b; }
 using std::fmaxf, std::fmaf, std::log2f;
 
 constexpr int SHARED_BYTES = 227 * 1024;
-alignas(1024) char memory[SHARED_BYTES];
 
 namespace emulated {
 
@@ -63,9 +63,9 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 struct Index { u32 x; };
-Index block, blocks, threads;
+Index blocks, threads;
 
-enum Kind { READY, MBARRIER, NAMED, WARP, PRODUCTS };
+enum Kind { READY, MBARRIER, NAMED, WARP, PRODUCTS, CLUSTER };
 
 // What a fiber waits for.
 struct Wait {
@@ -74,12 +74,16 @@ struct Wait {
     u64 until = 0;
 };
 
+struct Block;
+
 struct Fiber {
+    Block* block;
     Index index;
     Wait wait;
     bool started = false, done = false;
     u64 products = 0;           // issued
     std::vector<u64> commits;   // products issued before each
+    u64 meetings = 0;           // of the cluster, this thread's arrivals
     jmp_buf at;
     ucontext_t context;
     std::unique_ptr<char[]> stack;
@@ -99,14 +103,23 @@ struct Product {
 };
 struct Warpgroup { std::deque<Product> products; u64 done = 0; };
 
-struct Load { u32 to; const u64* map; int column, row, page; u32 barrier; };
+struct Load { Block* block; u32 to; const u64* map; int column, row, page; u32 barrier; };
 
+struct Block {
+    alignas(1024) char memory[SHARED_BYTES];
+    Index index;
+    std::vector<Warp> warps;
+    std::vector<Warpgroup> groups;
+    std::vector<Mbarrier> mbarriers;
+    Named named[16];
+};
+
+Block cluster[2];
+u32 cluster_blocks;
+Block* here;  // whose shared memory, barriers and warps are meant
 std::vector<Fiber> fibers;
-std::vector<Warp> warps;
-std::vector<Warpgroup> groups;
 std::vector<Load> loads;
-std::vector<Mbarrier> mbarriers;
-Named named[16];
+u64 met;  // arrivals of all threads of the cluster
 Fiber* current;
 jmp_buf scheduler;
 void (*entry)();
@@ -115,19 +128,19 @@ char failure[256];
 u64 events;  // phases ended, products and loads carried out
 
 [[noreturn]] void fail(const char* what, u64 a = 0, u64 b = 0) {
-    std::snprintf(failure, sizeof failure, "block %u thread %u: %s (%llu, %llu)", block.x, current ? current->index.x : 0,
-                  what, (unsigned long long)a, (unsigned long long)b);
+    std::snprintf(failure, sizeof failure, "block %u thread %u: %s (%llu, %llu)", here->index.x,
+                  current ? current->index.x : 0, what, (unsigned long long)a, (unsigned long long)b);
     _longjmp(scheduler, 2);
 }
 
 char* at(u32 address, u32 bytes) {
     if (address + bytes > SHARED_BYTES || address % (bytes < 16 ? bytes : 16)) fail("a bad shared address", address, bytes);
-    return memory + address;
+    return here->memory + address;
 }
 
 Mbarrier& mbarrier(u32 address) {
     if (address % 8 || address >= SHARED_BYTES) fail("a bad mbarrier", address);
-    Mbarrier& b = mbarriers[address / 8];
+    Mbarrier& b = here->mbarriers[address / 8];
     if (!b.count) fail("an mbarrier used before its init", address);
     return b;
 }
@@ -140,25 +153,26 @@ void settle(Mbarrier& b) {
     ++events;
 }
 
-bool over(const Wait& w) {
+bool over(const Block& b, const Wait& w) {
     switch (w.kind) {
-        case MBARRIER: return (mbarriers[w.which / 8].phase & 1) != w.until;
-        case NAMED: return named[w.which].generation > w.until;
-        case WARP: return warps[w.which].generation > w.until;
-        case PRODUCTS: return groups[w.which].done >= w.until;
+        case MBARRIER: return (b.mbarriers[w.which / 8].phase & 1) != w.until;
+        case NAMED: return b.named[w.which].generation > w.until;
+        case WARP: return b.warps[w.which].generation > w.until;
+        case PRODUCTS: return b.groups[w.which].done >= w.until;
+        case CLUSTER: return met >= w.until;
         default: return true;
     }
 }
 
 __attribute__((noinline)) void wait_for(Wait w) {
-    if (over(w)) return;
+    if (over(*here, w)) return;
     current->wait = w;
     if (!_setjmp(current->at)) _longjmp(scheduler, 1);
 }
 
 u64 (*exchange(u64 mine))[32] {
     const u32 number = current->index.x / 32;
-    Warp& w = warps[number];
+    Warp& w = here->warps[number];
     const u64 generation = w.generation;
     w.value[generation & 1][current->index.x % 32] = mine;
     if (++w.arrived == 32) {
@@ -167,11 +181,11 @@ u64 (*exchange(u64 mine))[32] {
     } else {
         wait_for({WARP, number, generation});
     }
-    return &warps[number].value[generation & 1];
+    return &here->warps[number].value[generation & 1];
 }
 
 u32 named_barrier(u32 id, u32 count, bool mine) {
-    Named& b = named[id];
+    Named& b = here->named[id];
     const u64 generation = b.generation;
     b.any |= mine;
     if (++b.arrived == count) {
@@ -182,7 +196,7 @@ u32 named_barrier(u32 id, u32 count, bool mine) {
     } else {
         wait_for({NAMED, id, generation});
     }
-    return named[id].result[generation & 1];
+    return here->named[id].result[generation & 1];
 }
 
 float bf16_at(u32 address) {
@@ -227,7 +241,7 @@ void multiply(const Product& p) {
 
 void issue(const Product& like, float* d, const u32* registers) {
     const u32 thread = current->index.x % 128;
-    Warpgroup& g = groups[current->index.x / 128];
+    Warpgroup& g = here->groups[current->index.x / 128];
     const u64 place = current->products++ - g.done;
     if (place == g.products.size()) g.products.push_back(like);
     Product& p = g.products[place];
@@ -249,6 +263,7 @@ bool multiply_next(Warpgroup& g) {
 
 // A box of a tensor [pages, rows, columns] into shared memory, zeros outside of it; bf16 swizzled, bytes as they are.
 void complete(const Load& l) {
+    here = l.block;
     const u64 *sizes = l.map + 1, *strides = l.map + 4, *box = l.map + 6, size = l.map[9];
     for (u64 r = 0; r < box[1]; ++r)
         for (u64 c = 0; c < box[0]; ++c) {
@@ -282,6 +297,7 @@ void trampoline() {
 
 void resume(Fiber& f) {
     current = &f;
+    here = f.block;
     f.wait.kind = READY;
     if (_setjmp(scheduler)) return;
     if (f.started) _longjmp(f.at, 1);
@@ -293,26 +309,32 @@ void resume(Fiber& f) {
     setcontext(&f.context);
 }
 
-void run_block() {
-    const u32 count = threads.x;
-    std::memset(memory, 0xFF, sizeof memory);
-    warps.assign(count / 32, {});
-    groups.assign((count + 127) / 128, {});
-    mbarriers.assign(SHARED_BYTES / 8, {});
+void run_cluster(u32 first) {
+    const u32 count = threads.x, warps = count / 32, all_warps = warps * cluster_blocks;
+    for (u32 i = 0; i < cluster_blocks; ++i) {
+        Block& b = cluster[i];
+        std::memset(b.memory, 0xFF, sizeof b.memory);
+        b.index.x = first + i;
+        b.warps.assign(warps, {});
+        b.groups.assign((count + 127) / 128, {});
+        b.mbarriers.assign(SHARED_BYTES / 8, {});
+        for (Named& n : b.named) n = {};
+    }
     loads.clear();
-    for (Named& n : named) n = {};
-    fibers.resize(count);
-    for (u32 t = 0; t < count; ++t) {
+    met = 0;
+    fibers.resize(count * cluster_blocks);
+    for (u32 t = 0; t < fibers.size(); ++t) {
         Fiber& f = fibers[t];
-        f.index.x = t;
+        f.block = &cluster[t / count];
+        f.index.x = t % count;
         f.wait = {};
         f.started = f.done = false;
-        f.products = 0;
+        f.products = f.meetings = 0;
         f.commits.clear();
         if (!f.stack) f.stack.reset(new char[1 << 16]);
     }
     // Per mille: of skipping a warp in a round, of a product or load being carried out in it.
-    u32 skip[32] = {}, products = 1000, landings = 1000;
+    u32 skip[64] = {}, products = 1000, landings = 1000;
     u64 seen = events, since = 0;
     for (u64 round = 0;; ++round) {
         if (round % 64 == 0) {
@@ -323,17 +345,18 @@ void run_block() {
         }
         bool moved = false, alive = false;
         if (_setjmp(scheduler)) return;  // what fails outside of a fiber
-        for (Warpgroup& g : groups)
-            while (chance() % 1000 < products && multiply_next(g)) moved = true;
+        for (u32 i = 0; i < cluster_blocks; ++i)
+            for (Warpgroup& g : (here = &cluster[i])->groups)
+                while (chance() % 1000 < products && multiply_next(g)) moved = true;
         while (chance() % 1000 < landings && complete_any()) moved = true;
-        for (u32 w = 0, first = chance() % warps.size(); w < warps.size(); ++w) {
-            const u32 warp = (w + first) % warps.size();
+        for (u32 w = 0, start = chance() % all_warps; w < all_warps; ++w) {
+            const u32 warp = (w + start) % all_warps;
             const bool skipped = chance() % 1000 < skip[warp];
             for (u32 t = 32 * warp; t < 32 * warp + 32; ++t) {
                 Fiber& f = fibers[t];
                 if (f.done) continue;
                 alive = true;
-                if (!over(f.wait)) continue;
+                if (!over(*f.block, f.wait)) continue;
                 moved = true;  // it could
                 if (!skipped) resume(f);
                 if (failure[0]) return;
@@ -346,29 +369,32 @@ void run_block() {
         if (moved && round - since < 5000) continue;
         if (_setjmp(scheduler)) return;
         bool forced = false;
-        for (Warpgroup& g : groups) forced |= multiply_next(g);
+        for (u32 i = 0; i < cluster_blocks; ++i)
+            for (Warpgroup& g : (here = &cluster[i])->groups) forced |= multiply_next(g);
         if (forced || complete_any()) continue;
         for (Fiber& f : fibers)
             if (!f.done) {
                 current = &f;
-                std::snprintf(failure, sizeof failure, "block %u: deadlock; thread %u waits for kind %d, %u, %llu", block.x,
-                              f.index.x, f.wait.kind, f.wait.which, (unsigned long long)f.wait.until);
+                std::snprintf(failure, sizeof failure, "block %u: deadlock; thread %u waits for kind %d, %u, %llu",
+                              f.block->index.x, f.index.x, f.wait.kind, f.wait.which, (unsigned long long)f.wait.until);
                 return;
             }
     }
-    if (!loads.empty()) std::snprintf(failure, sizeof failure, "block %u ended with loads in flight", block.x);
-    for (Warpgroup& g : groups)
-        if (!g.products.empty()) std::snprintf(failure, sizeof failure, "block %u ended with products in flight", block.x);
+    if (!loads.empty()) std::snprintf(failure, sizeof failure, "block %u ended with loads in flight", first);
+    for (u32 i = 0; i < cluster_blocks; ++i)
+        for (Warpgroup& g : cluster[i].groups)
+            if (!g.products.empty()) std::snprintf(failure, sizeof failure, "block %u ended with products in flight", first + i);
 }
 
 }  // namespace emulated
 
 #define threadIdx (emulated::current->index)
-#define blockIdx (emulated::block)
+#define blockIdx (emulated::current->block->index)
 #define gridDim (emulated::blocks)
 #define blockDim (emulated::threads)
 
-inline unsigned __cvta_generic_to_shared(const void* p) { return (unsigned)((const char*)p - memory); }
+inline char* shared_memory() { return emulated::here->memory; }
+inline unsigned __cvta_generic_to_shared(const void* p) { return (unsigned)((const char*)p - shared_memory()); }
 inline void __syncthreads() { emulated::named_barrier(0, emulated::threads.x, false); }
 inline void __syncwarp() { emulated::exchange(0); }
 template <class T>
@@ -416,12 +442,26 @@ inline void mma_fence() {}
 
 inline void barrier_init(u32 barrier, u32 arrivals) {
     emulated::at(barrier, 8);
-    emulated::mbarriers[barrier / 8] = {(int)arrivals, (int)arrivals, 0, 0};
+    emulated::here->mbarriers[barrier / 8] = {(int)arrivals, (int)arrivals, 0, 0};
 }
 inline void barrier_arrive(u32 barrier) {
     emulated::Mbarrier& b = emulated::mbarrier(barrier);
     --b.pending;
     emulated::settle(b);
+}
+inline void barrier_arrive_at(u32 barrier, u32 rank) {
+    emulated::here = &emulated::cluster[rank];
+    barrier_arrive(barrier);
+    emulated::here = emulated::current->block;
+}
+inline void cluster_arrive() {
+    ++emulated::current->meetings;
+    ++emulated::met;
+    ++emulated::events;
+}
+inline void cluster_wait() {
+    const u64 all = emulated::fibers.size();
+    emulated::wait_for({emulated::CLUSTER, 0, all * emulated::current->meetings});
 }
 inline void barrier_expect(u32 barrier, u32 bytes) {
     emulated::mbarrier(barrier).bytes += bytes;
@@ -439,7 +479,11 @@ bool group_any(bool mine) { return emulated::named_barrier(ID, THREADS, mine); }
 inline void writers_sync(int group) { emulated::named_barrier(4 + group, 128, false); }
 
 inline void load_box(u32 to, const TensorMap* map, int column, int row, int page, u32 barrier) {
-    emulated::loads.push_back({to, (const uint64_t*)map, column, row, page, barrier});
+    emulated::loads.push_back({emulated::here, to, (const uint64_t*)map, column, row, page, barrier});
+}
+inline void load_box_for_both(u32 to, const TensorMap* map, int column, int row, int page, u32 barrier) {
+    for (emulated::Block& b : emulated::cluster)
+        emulated::loads.push_back({&b, to, (const uint64_t*)map, column, row, page, barrier});
 }
 
 inline void mma_commit() { emulated::current->commits.push_back(emulated::current->products); }

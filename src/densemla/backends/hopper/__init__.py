@@ -40,6 +40,12 @@ _MOST_HEADS = 128
 TILES = (16, 48, 64)
 """Query rows that a block decodes."""
 
+SCORERS = {16: 1, 48: 1}
+"""Warpgroups that score, of the tiles of decode_swapped.cu."""
+
+PAIRED: frozenset[int] = frozenset()
+"""Tiles of decode_swapped.cu of which two share what they load of the cache."""
+
 _CHUNK_CYCLES = {16: 2400, 48: 3700, 64: 2800}
 """About what a block takes for a chunk that is in the L2; only the ratios matter, here and below."""
 
@@ -128,6 +134,11 @@ def tile_rows(caps: Caps) -> int:
     return min(TILES, key=cost)
 
 
+def cluster_blocks(caps: Caps) -> int:
+    """Blocks that load the cache together, and decode so many tiles of a request."""
+    return 2 if tile_rows(caps) in PAIRED and caps.kv_dtype is not _FP8 else 1
+
+
 def most_tiles(total_q: int, batch: int, heads: int, rows: int) -> int:
     """Tiles of ``rows`` that ``total_q`` queries of ``batch`` requests need at most, however they are shared out.
 
@@ -174,7 +185,9 @@ class HopperBackend:
 
     def occupancy(self, caps: Caps) -> tuple[int, int]:
         multiprocessors = torch.cuda.get_device_properties(caps.device).multi_processor_count
-        return caps.max_batch * ceil_div(cuda.rows_per_request(caps), tile_rows(caps)), multiprocessors
+        tile, cluster = tile_rows(caps), cluster_blocks(caps)
+        clusters = caps.max_batch * ceil_div(cuda.rows_per_request(caps), cluster * tile)
+        return cluster * clusters, multiprocessors
 
     def workspace(self, caps: Caps, num_splits: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}
@@ -233,7 +246,11 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
 
 def decode_variant(tile: int, formats: Formats) -> DecodeVariant:
     """The kernel for one of :data:`TILES`."""
-    return RowsVariant(formats) if tile == 64 else SwappedVariant(tile, formats)
+    return (
+        RowsVariant(formats)
+        if tile == 64
+        else SwappedVariant(tile, formats, SCORERS[tile], tile in PAIRED and not formats.kv_fp8)
+    )
 
 
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:
@@ -286,8 +303,9 @@ def _launch(binding: Binding) -> None:
         None if binding.q_scale is None else binding.q_scale.data_ptr(),
         None if binding.kv_scale is None else binding.kv_scale.data_ptr(),
     )
-    tiles = max(most_tiles(binding.total_q, binding.batch, caps.num_q_heads, tile_rows(caps)), 1)
-    decode.launch(tiles * binding.active_splits, stream, (_cache_map(binding), params))
+    cluster = cluster_blocks(caps)
+    clusters = most_tiles(binding.total_q, binding.batch, caps.num_q_heads, cluster * tile_rows(caps))
+    decode.launch(cluster * max(clusters, 1) * binding.active_splits, stream, (_cache_map(binding), params))
     if merge is None or binding.active_splits == 1:
         return
     merge_params = _MergeParams(

@@ -314,7 +314,7 @@ __device__ __forceinline__ void decode_half(const Params& p, Shared& s, const Me
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     decode(const __grid_constant__ TensorMap map, const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) char memory[];
+    char* memory = shared_memory();
     Memory m;
     m.q = shared_address(memory);
     m.ring = m.q + 8 * BOX_BYTES;

@@ -2,15 +2,18 @@
 //
 // Operands are swapped: scores are S^T = K Q^T with M = 64 cache rows and N = query rows, the output is
 // O^T = V^T P^T with M = 64 latent columns, so a tile holds any multiple of 8 query rows without padding
-// to 64. source.py prefixes TILE_N, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, Q_FP8, KV_FP8, MISC_BYTES, the
-// register budgets and the two wgmma wrappers of that width, then primitives.cu and tile.cu.
+// to 64. source.py prefixes TILE_N, SCORERS, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, Q_FP8, KV_FP8, MISC_BYTES,
+// the register budgets and the two wgmma wrappers of that width, then primitives.cu and tile.cu.
 //
-// Four warpgroups: 0 and 1 accumulate 256 latent columns each, 2 does scores and softmax, 3 feeds the ring.
-// A ring slot is 64 cache rows x 64 columns, one TMA box with 128-byte swizzle.
+// Warpgroups 0 and 1 accumulate 256 latent columns each; the next, one or two (SCORERS), do scores and softmax of a
+// chunk in turn; the last feeds the ring. A ring slot is 64 cache rows x 64 columns, one TMA box with 128-byte swizzle.
 
 constexpr int GROUPS = (TILE_N + 31) / 32;  // one row per lane
 constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
 constexpr int FEEDERS = 4;  // warps that issue loads: issuing keeps one busy for most of a box's time
+constexpr int FIRST_SCORER = 8, FIRST_FEEDER = FIRST_SCORER + 4 * SCORERS;  // warps
+constexpr int SCORERS_BARRIER = SCORERS > 1 ? 9 : 2;  // of all that score
+constexpr int COMPUTE_THREADS = 32 * FIRST_FEEDER;
 // Boxes of the next chunk whose products run under the softmax of this one: what the ring holds besides
 // the values of two chunks.
 constexpr int EARLY = SLOTS - 16 < 0 ? 0 : SLOTS - 16 > MOST_EARLY ? MOST_EARLY : SLOTS - 16;
@@ -22,8 +25,11 @@ struct alignas(16) Factors {
 };
 
 struct Reduction {
-    float peer[4][GROUPS * 32];      // what each softmax warp found
-    alignas(16) float top[4][TILE_N];  // the bases, a copy for each of them
+    float peer[4 * SCORERS][GROUPS * 32];  // what each softmax warp found
+    alignas(16) float top[4][TILE_N];  // the bases, a copy for each warp of a scorer
+#if SCORERS > 1
+    int moved[4];  // whether the chunk before changed them
+#endif
 };
 
 template <int SIZE>
@@ -93,8 +99,13 @@ __device__ __forceinline__ int lane_column(int lane) {
     return 8 * ((lane >> 3) & 3) + 2 * (lane & 3) + ((lane >> 2) & 1);
 }
 
-// Softmax of a warpgroup over the rows of the tile, a chunk at a time.
+// Softmax of warpgroup SCORER of those that score over the rows of the tile, a chunk at a time.
+//
+// Two of them hand the bases to each other: from `turn[SCORER]` to the other's, warp for warp, they belong to SCORER.
+template <int SCORER>
 struct Softmax {
+    static constexpr int BARRIER = SCORER ? 8 : 2;
+
     float base[TILE_N / 4], total[TILE_N / 4];  // of this thread's rows
     float factor[GROUPS];                   // of one row per lane
     bool changed;
@@ -102,8 +113,20 @@ struct Softmax {
     __device__ __forceinline__ void begin(Reduction& s, int warp, int lane) {
 #pragma unroll
         for (int i = 0; i < TILE_N / 4; ++i) base[i] = LOWEST, total[i] = 0.0f;
-        for (int n = lane; n < TILE_N; n += 32) s.top[warp][n] = LOWEST;
+        if (SCORER == 0)
+            for (int n = lane; n < TILE_N; n += 32) s.top[warp][n] = LOWEST;
         __syncwarp();
+    }
+
+    // Takes over the bases that the chunks before have left.
+    __device__ __forceinline__ void follow(const Reduction& s, int warp, int lane) {
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j) {
+            const float2 top = *(const float2*)&s.top[warp][8 * j + 2 * (lane & 3)];
+            total[2 * j] *= exp2_fast(base[2 * j] - top.x);
+            total[2 * j + 1] *= exp2_fast(base[2 * j + 1] - top.y);
+            base[2 * j] = top.x, base[2 * j + 1] = top.y;
+        }
     }
 
     // Moves the bases of rows that this chunk's scores leave behind.
@@ -115,7 +138,7 @@ struct Softmax {
             most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
             lead = fmaxf(lead, fmaf(most[i], score_scale, -base[i]));
         }
-        changed = group_any<2, 128>(lead > SLACK);
+        changed = group_any<BARRIER, 128>(lead > SLACK);
         if (!changed) {
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) factor[g] = 1.0f;
@@ -123,12 +146,12 @@ struct Softmax {
         }
         const int own = lane_column(lane);
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + own] = reduce_group<Max>(most, g, lane);
-        group_sync<2, 128>();
+        for (int g = 0; g < GROUPS; ++g) s.peer[4 * SCORER + warp][32 * g + own] = reduce_group<Max>(most, g, lane);
+        group_sync<BARRIER, 128>();
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             const int n = 32 * g + own;
-            const float(&peer)[4][GROUPS * 32] = s.peer;
+            const float(*peer)[GROUPS * 32] = s.peer + 4 * SCORER;
             const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * score_scale;
             if (n >= TILE_N) continue;
             const float before = s.top[warp][n], top = found > before + SLACK ? found : before;
@@ -136,13 +159,7 @@ struct Softmax {
             s.top[warp][n] = top;
         }
         __syncwarp();
-#pragma unroll
-        for (int j = 0; j < TILE_N / 8; ++j) {
-            const float2 top = *(const float2*)&s.top[warp][8 * j + 2 * (lane & 3)];
-            total[2 * j] *= exp2_fast(base[2 * j] - top.x);
-            total[2 * j + 1] *= exp2_fast(base[2 * j + 1] - top.y);
-            base[2 * j] = top.x, base[2 * j + 1] = top.y;
-        }
+        follow(s, warp, lane);
     }
 
     // Scores [64, TILE_N] become weights.
@@ -168,7 +185,8 @@ struct Softmax {
     // Every warp's sums into shared memory.
     __device__ __forceinline__ void gather(Reduction& s, int warp, int lane) const {
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) s.peer[warp][32 * g + lane_column(lane)] = reduce_group<Sum>(total, g, lane);
+        for (int g = 0; g < GROUPS; ++g)
+            s.peer[4 * SCORER + warp][32 * g + lane_column(lane)] = reduce_group<Sum>(total, g, lane);
     }
 };
 
@@ -233,6 +251,9 @@ struct Shared {
     u64 landed[SLOTS];
 #endif
     u64 p_ready[P_BUFFERS], p_free[P_BUFFERS];
+#if SCORERS > 1
+    u64 turn[SCORERS];
+#endif
     Tile tile;
     Reduction reduction;
     float inverse[TILE_N];  // 1 / sum of the weights
@@ -240,6 +261,18 @@ struct Shared {
 };
 
 using Boxes = Ring<SLOTS>;
+static_assert(!PAIRED || SLOTS % 2 == 0);  // a slot's boxes are all loaded by the same block
+static_assert(SLOTS >= SCORERS * BOXES);  // a ring advances past its end once at most
+
+// Which block of the cluster loads the boxes of a slot.
+__device__ __forceinline__ bool loads_slot(int slot) { return !PAIRED || (slot & 1) == (blockIdx.x & 1); }
+
+// A warp has read a slot. One lane.
+__device__ __forceinline__ void release(Shared& s, int slot) {
+    const u32 empty = shared_address(&s.empty[slot]);
+    barrier_arrive(empty);
+    if (!loads_slot(slot)) barrier_arrive_at(empty, slot & 1);
+}
 
 // Loading order within a chunk: the rope box, then the two accumulating warpgroups' boxes in turn, so that slots become
 // free in about the order in which they are filled.
@@ -276,7 +309,8 @@ __device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shar
     for (box.advance(feeder); box.chunk < s.tile.end; box.advance(FEEDERS)) {
         const int first = pages.find(p, box.chunk, lane);
         barrier_wait(box.empty(s), box.phase() ^ 1);
-        pages.load(p, map, box.chunk, first, ring + box.slot() * BOX_BYTES, box.column(), box.full(s), lane);
+        pages.load(p, map, box.chunk, first, ring + box.slot() * BOX_BYTES, box.column(), box.full(s), lane,
+                   loads_slot(box.slot()));
     }
 }
 
@@ -296,28 +330,42 @@ __device__ __forceinline__ void add_scores(Shared& s, float (&acc)[TILE_N / 2], 
     mma_commit();
 }
 
-// Scores and softmax: warpgroup 2.
+// Scores and softmax of every SCORERS-th chunk, beginning with number SCORER.
+template <int SCORER>
 __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 weights, u32 ring, int split) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
     const float scale = score_scale(p, s.tile);
-    Softmax softmax;
+    Softmax<SCORER> softmax;
     softmax.begin(s.reduction, warp, lane);
     Boxes at;
     Ring<P_BUFFERS> buffer;
+    if (SCORER) at.advance(SCORER * BOXES), buffer.advance(SCORER);
     float next[TILE_N / 2];
     if (EARLY > 0) add_scores<0, EARLY>(s, next, q, ring, at);
-    for (int chunk = s.tile.begin; chunk < s.tile.end; ++chunk) {
+    for (int chunk = s.tile.begin + SCORER; chunk < s.tile.end; chunk += SCORERS) {
         add_scores<EARLY, BOXES>(s, next, q, ring, at);
         mma_wait<0>();
         pin(next);
-        if (lane == 0) barrier_arrive(shared_address(&s.empty[at.slot]));  // the rope box serves the scores alone
+        if (lane == 0) release(s, at.slot);  // the rope box serves the scores alone
         float acc[TILE_N / 2];
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) acc[i] = next[i];
         if (EARLY > 0 && chunk + 1 < s.tile.end) add_scores<0, EARLY>(s, next, q, ring, at.at(BOXES));
         const bool edge = chunk * CHUNK > s.tile.min_visible - CHUNK;
         if (edge) hide_unseen(s.tile, acc, chunk, warp, lane);
+#if SCORERS > 1
+        if (chunk > s.tile.begin) {
+            // One wait a chunk since the second of the split, so its parity is that of the weights' buffer, or the other.
+            barrier_wait(shared_address(&s.turn[SCORER]), SCORER ? buffer.phase : buffer.phase ^ 1);
+            if (s.reduction.moved[warp]) softmax.follow(s.reduction, warp, lane);
+        }
+#endif
         softmax.rebase(s.reduction, acc, scale, warp, lane);
+#if SCORERS > 1
+        if (lane == 0) s.reduction.moved[warp] = softmax.changed;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&s.turn[SCORER ^ 1]));
+#endif
         softmax.weigh(acc, scale);
         barrier_wait(shared_address(&s.p_free[buffer.slot]), buffer.phase ^ 1);
         store_transposed(weights + buffer.slot * P_BYTES, acc, warp, lane);
@@ -328,21 +376,25 @@ __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 wei
         proxy_fence();
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&s.p_ready[buffer.slot]));
-        at.advance(BOXES);
-        buffer.advance(1);
+        at.advance(SCORERS * BOXES);
+        buffer.advance(SCORERS);
     }
-    group_sync<2, 128>();  // every warp has read the last maxima, which the sums replace
+    group_sync<SCORERS_BARRIER, 128 * SCORERS>();  // every warp has read the last maxima, which the sums replace
+    if (SCORERS > 1) softmax.follow(s.reduction, warp, lane);
     softmax.gather(s.reduction, warp, lane);
-    group_sync<2, 128>();
-    if (warp == 0) {
+    group_sync<SCORERS_BARRIER, 128 * SCORERS>();
+    if (SCORER == 0 && warp == 0) {
         const Reduction& r = s.reduction;
         for (int n = lane; n < TILE_N; n += 32) {
-            const float sum = (r.peer[0][n] + r.peer[1][n]) + (r.peer[2][n] + r.peer[3][n]);
+            float sum = (r.peer[0][n] + r.peer[1][n]) + (r.peer[2][n] + r.peer[3][n]);
+            if (SCORERS > 1)
+                sum += (r.peer[4 * SCORERS - 4][n] + r.peer[4 * SCORERS - 3][n]) +
+                       (r.peer[4 * SCORERS - 2][n] + r.peer[4 * SCORERS - 1][n]);
             s.inverse[n] = inverse_of(s.tile, sum);
             if (s.tile.row[n].x >= 0) write_lse(p, s.tile, s.tile.row[n], r.top[0][n], sum, split);
         }
     }
-    group_sync<3, 384>();
+    group_sync<3, COMPUTE_THREADS>();
 }
 
 // Output columns [256 * group, 256 * group + 256): warpgroups 0 and 1.
@@ -374,7 +426,7 @@ __device__ __forceinline__ void accumulate(const Params& p, Shared& s, u32 q, u3
         }
 #define RELEASE(T)     \
     mma_wait<3 - T>(); \
-    if (lane == 0) barrier_arrive(shared_address(&s.empty[at.at(position_of(group, T)).slot]));
+    if (lane == 0) release(s, at.at(position_of(group, T)).slot);
         RELEASE(0)
         RELEASE(1)
         RELEASE(2)
@@ -386,16 +438,29 @@ __device__ __forceinline__ void accumulate(const Params& p, Shared& s, u32 q, u3
         at.advance(BOXES);
         buffer.advance(1);
     }
-    group_sync<3, 384>();  // the sums are there, and the query tile is free to stage the output
+    group_sync<3, COMPUTE_THREADS>();  // the sums are there, and the query tile is free to stage the output
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) scale_rows(acc, j, *(const float2*)&s.inverse[8 * j + 2 * (lane & 3)]);
     const u32 room = max(TILE_N * STAGE_PITCH * 4 * PARTIAL_F32, 4 * P_BYTES);
     store_output(p, s.tile, acc, q + group * room, split, group);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1)
+// The other block of the cluster neither loads into this one nor arrives at its barriers before or after.
+__device__ __forceinline__ void meet() {
+    if (!PAIRED) return;
+    cluster_arrive();
+    cluster_wait();
+}
+
+#if PAIRED
+#define CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(COMPUTE_THREADS + 128, 1)
     decode(const __grid_constant__ TensorMap map, const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) char memory[];
+    char* memory = shared_memory();
     const u32 q = shared_address(memory);
     const u32 weights = q + BOXES * P_BYTES;
     const u32 ring = weights + P_BUFFERS * P_BYTES;
@@ -403,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     static_assert(sizeof(Shared) <= MISC_BYTES);
     // Through a shuffle, so that the compiler knows that a warp takes one branch.
     const int warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-    const int split = blockIdx.x % p.splits;
+    const int split = split_of_block(p);
     launch_dependents();
     if (warp == 0) locate(p, s.tile, lane);
     if (warp == 1) {
@@ -412,40 +477,54 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             barrier_init(shared_address(&s.landed[i]), 1);
 #endif
             barrier_init(shared_address(&s.full[i]), KV_FP8 ? FEEDERS : 1);
-            barrier_init(shared_address(&s.empty[i]), 4);
+            barrier_init(shared_address(&s.empty[i]), PAIRED && loads_slot(i) ? 8 : 4);
         }
         if (lane < P_BUFFERS) {
             barrier_init(shared_address(&s.p_ready[lane]), 4);
             barrier_init(shared_address(&s.p_free[lane]), 8);
         }
+#if SCORERS > 1
+        if (lane < SCORERS) barrier_init(shared_address(&s.turn[lane]), 4);
+#endif
         barrier_init_fence();
     }
     __syncthreads();
+    meet();
     if (s.tile.request < 0 || s.tile.begin >= s.tile.end) {
         if (s.tile.request >= 0) publish_nothing(p, s.tile, split);
-        if (warp == 13) clear_unclaimed(p, lane);
+        if (warp == FIRST_FEEDER + 1) clear_unclaimed(p, lane);
         return;
     }
-    if (warp < 12) {
-        load_queries<BOXES>(p, s.tile, q, threadIdx.x, 384);
-        group_sync<1, 384>();
+    if (warp < FIRST_FEEDER) {
+        load_queries<BOXES>(p, s.tile, q, threadIdx.x, COMPUTE_THREADS);
+        group_sync<1, COMPUTE_THREADS>();
     }
     if (warp < 4) {
         grow_registers();
         accumulate<0>(p, s, q, weights, ring, split);
+        meet();
     } else if (warp < 8) {
         grow_registers();
         accumulate<1>(p, s, q, weights, ring, split);
-    } else if (warp < 12) {
+        meet();
+    } else if (warp < FIRST_SCORER + 4) {
         score_registers();
-        score(p, s, q, weights, ring, split);
+        score<0>(p, s, q, weights, ring, split);
+        meet();
+#if SCORERS > 1
+    } else if (warp < FIRST_FEEDER) {
+        score_registers();
+        score<1>(p, s, q, weights, ring, split);
+        meet();
+#endif
     } else {
         shrink_registers();
 #if KV_FP8
-        feed_widened<Sequence>(p, &map, s, ring, warp - 12, lane);
+        feed_widened<Sequence>(p, &map, s, ring, warp - FIRST_FEEDER, lane);
 #else
-        feed(p, &map, s, ring, warp - 12, lane);
+        feed(p, &map, s, ring, warp - FIRST_FEEDER, lane);
 #endif
-        if (warp == 13) clear_unclaimed(p, lane);
+        if (warp == FIRST_FEEDER + 1) clear_unclaimed(p, lane);
+        meet();
     }
 }

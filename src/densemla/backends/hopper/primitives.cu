@@ -14,6 +14,12 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void await_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Dynamic shared memory of the block.
+__device__ __forceinline__ char* shared_memory() {
+    extern __shared__ __align__(1024) char memory[];
+    return memory;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -26,6 +32,15 @@ __device__ __forceinline__ void barrier_init_fence() {
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same barrier of the cluster's block `rank`; what that block writes next may replace only what has been read.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
 }
 
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
@@ -82,6 +97,20 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int colum
         "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier)
         : "memory");
 }
+
+// The same place of both blocks of a cluster, and the same barrier.
+__device__ __forceinline__ void load_box_for_both(u32 to, const TensorMap* map, int column, int row, int page,
+                                                  u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier), "h"((unsigned short)3)
+        : "memory");
+}
+
+// Halves of a barrier over all threads of a cluster.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

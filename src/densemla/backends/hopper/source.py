@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ...splits import ceil_div
 
@@ -16,7 +16,7 @@ SHARED_MEMORY = 227 * 1024
 _BOX_BYTES = 64 * 128
 _MOST_SLOTS = 24
 _MOST_EARLY = 4
-_REGISTERS = 512  # per lane and subpartition, over all warps
+_REGISTERS = 65536
 _FEED_REGISTERS = 24
 _WIDEN_REGISTERS = 40
 
@@ -24,6 +24,8 @@ _WIDEN_REGISTERS = 40
 class DecodeVariant(Protocol):
     """What a decode kernel is compiled for."""
 
+    @property
+    def blocks(self) -> int: ...  # of a cluster, which decodes so many tiles
     @property
     def threads(self) -> int: ...
     @property
@@ -54,18 +56,27 @@ class SwappedVariant:
     tile_rows: int
     """Query rows of a tile: a multiple of 8, 16 to 64."""
     formats: Formats
+    scorers: int = 1
+    """Warpgroups that do scores and softmax, 1 or 2."""
+    paired: bool = False
+    """Whether the blocks of two neighbouring tiles load the cache together, as a cluster; not of fp8 caches."""
+
+    @property
+    def blocks(self) -> int:
+        return 1 + self.paired
 
     @property
     def threads(self) -> int:
-        return 512
+        return 128 * (3 + self.scorers)
 
     @property
     def p_buffers(self) -> int:
-        return 2 if self.tile_rows < 48 else 1
+        return 2 if self.tile_rows < 48 or self.scorers > 1 else 1
 
     @property
     def slots(self) -> int:
-        return min((SHARED_MEMORY - self._misc_bytes - self._tile_bytes) // _BOX_BYTES, _MOST_SLOTS)
+        slots = min((SHARED_MEMORY - self._misc_bytes - self._tile_bytes) // _BOX_BYTES, _MOST_SLOTS)
+        return slots // self.blocks * self.blocks
 
     @property
     def shared_bytes(self) -> int:
@@ -80,18 +91,22 @@ class SwappedVariant:
     def _misc_bytes(self) -> int:
         """``struct Shared`` of decode_swapped.cu, which asserts that it fits."""
         barriers = 8 * (3 if self.formats.kv_fp8 else 2) * _MOST_SLOTS
-        return 168 + barriers + self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
+        reduction = (512 * ceil_div(self.tile_rows, 32) + 32) * (self.scorers - 1)
+        rows = self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
+        return 168 + barriers + rows + reduction
 
     @property
     def accumulate_registers(self) -> int:
         """Of a thread that holds 4 x 64 x tile_rows / 128 accumulators."""
-        return max(2 * self.tile_rows + 40, 128)
+        return max(2 * self.tile_rows + (40 if self.scorers == 1 else 32), 128)
 
     def source(self) -> str:
         sizes = {
             "TILE_N": self.tile_rows,
+            "SCORERS": self.scorers,
+            "PAIRED": int(self.paired),
             "SLOTS": self.slots,
-            "MOST_EARLY": _MOST_EARLY,
+            "MOST_EARLY": _MOST_EARLY if self.scorers == 1 else 0,
             "P_BUFFERS": self.p_buffers,
             "MISC_BYTES": self._misc_bytes,
             **self.formats.defines(),
@@ -100,15 +115,16 @@ class SwappedVariant:
         return _decode_source("decode_swapped.cu", sizes, self.formats, *self._register_shares(), *products)
 
     def _register_shares(self) -> tuple[str, str, str]:
-        """Registers for the warpgroups that accumulate, the one that scores, and the one that loads."""
-        largest = self.accumulate_registers
-        if largest <= 128:
+        """Registers for the warpgroups that accumulate, those that score, and the one that loads."""
+        largest, launched = self.accumulate_registers, _REGISTERS // self.threads // 8 * 8
+        if self.tile_rows < 48:
             return (_registers("grow_registers"), _registers("score_registers"), _registers("shrink_registers"))
         feed = self.formats.feed_registers
-        rest = min(_REGISTERS - feed - 2 * largest, 240) // 8 * 8
+        rest = launched * (3 + self.scorers) - feed - 2 * largest
+        score = min(rest // self.scorers, 240) // 8 * 8
         return (
             _registers("grow_registers", "inc", largest),
-            _registers("score_registers", "inc" if rest > 128 else "dec", rest),
+            _registers("score_registers", "inc" if score > launched else "dec", score),
             _registers("shrink_registers", "dec", feed),
         )
 
@@ -118,6 +134,8 @@ class RowsVariant:
     """64 query rows a block, which are rows of its products too: decode_rows.cu."""
 
     formats: Formats
+
+    blocks: ClassVar[int] = 1
 
     @property
     def threads(self) -> int:
@@ -135,6 +153,7 @@ class RowsVariant:
     def source(self) -> str:
         sizes = {
             "TILE_N": 64,
+            "PAIRED": 0,
             "MISC_BYTES": self._misc_bytes,
             **self.formats.defines(),
         }

@@ -1,12 +1,14 @@
 // What the decode kernels share: finding the work of a block, its queries and pages, and writing results.
 //
-// The kernel's file is preceded by TILE_N, query rows of a tile.
+// The kernel's file is preceded by TILE_N, query rows of a tile, and PAIRED: two blocks, a cluster, decode two
+// neighbouring tiles of a request, and what either loads of the cache goes to both.
 
 constexpr int CHUNK = 64;
 constexpr int RANK = 512;
 constexpr int BOXES = 9;  // of 64 columns, to a 576-wide row; the last is the rope part
 constexpr int BOX_BYTES = CHUNK * 128;
 constexpr int LOADED_ROW_BYTES = KV_FP8 ? 64 : 128;  // of a box in memory
+constexpr int BLOCKS = 1 + PAIRED;        // of a cluster
 constexpr int P_BYTES = TILE_N * 128;  // of a box of the query tile, and of a chunk's weights
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
@@ -37,7 +39,7 @@ struct Params {
 
 struct Tile {
     int request;  // negative: no tile for this block
-    int begin, end, single, length, min_visible, max_visible;
+    int begin, end, single, length, min_visible, max_visible;  // of all tiles of the cluster
     int visible[TILE_N];
     int2 row[TILE_N];  // query index and head of a tile row; query < 0: no row
 #if Q_FP8 || KV_FP8
@@ -77,10 +79,13 @@ __device__ __forceinline__ float* partial_lse_at(const Params& p, int split, int
 
 __device__ __forceinline__ int chunks_of(int tokens) { return tokens / CHUNK + (tokens % CHUNK != 0); }
 
+__device__ __forceinline__ int split_of_block(const Params& p) { return blockIdx.x / BLOCKS % p.splits; }
+
 // Finds the request and tile of this block, the chunks of its split and what each row sees. One warp.
 __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
-    const u32 wanted = blockIdx.x / p.splits;
-    const int split = blockIdx.x % p.splits;
+    constexpr int ROWS = TILE_N * BLOCKS;
+    const u32 wanted = blockIdx.x / BLOCKS / p.splits;
+    const int split = split_of_block(p), own = blockIdx.x % BLOCKS * TILE_N;
     u32 seen = 0;
     int request = -1, first = 0, queries = 0, length = 0;
     u32 tile = 0;
@@ -90,7 +95,7 @@ __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
         const int start = real ? p.cu_seqlens_q[i] : 0;
         const int count = real ? max(p.cu_seqlens_q[i + 1] - start, 0) : 0;
         const int cached = real ? p.cache_seqlens[i] : 0;
-        const u32 tiles = ((u32)count * p.heads + TILE_N - 1) / TILE_N;
+        const u32 tiles = ((u32)count * p.heads + ROWS - 1) / ROWS;
         u32 upto = tiles;
 #pragma unroll
         for (int step = 1; step < 32; step <<= 1) {
@@ -115,8 +120,8 @@ __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
     const int chunks = chunks_of(length);
     const int per = chunks <= p.single_split_chunks ? chunks : (chunks + p.splits - 1) / p.splits;
     int lowest = 0x7FFFFFFF, highest = 0;
-    for (int n = lane; n < TILE_N; n += 32) {
-        const u32 r = tile * TILE_N + n;
+    for (int n = lane; n < ROWS; n += 32) {
+        const u32 r = tile * ROWS + n;
         int visible = 0;
         int2 row = make_int2(-1, 0);
         const int t = r / p.heads;
@@ -127,8 +132,9 @@ __device__ __forceinline__ void locate(const Params& p, Tile& s, int lane) {
             lowest = min(lowest, visible);
             highest = max(highest, visible);
         }
-        s.row[n] = row;
-        s.visible[n] = visible;
+        if (PAIRED && (u32)(n - own) >= TILE_N) continue;
+        s.row[n - own] = row;
+        s.visible[n - own] = visible;
     }
     lowest = __reduce_min_sync(~0u, lowest);
     highest = __reduce_max_sync(~0u, highest);
@@ -242,14 +248,15 @@ struct Pages {
         return first - base;
     }
 
-    // One box; lane 0 issues it.
+    // One box; lane 0 issues it, unless the other block of the cluster does.
     __device__ __forceinline__ void load(const Params& p, const TensorMap* map, int chunk, int at, u32 to, int column,
-                                         u32 full, int lane) const {
+                                         u32 full, int lane, bool here = true) const {
         const int row = (int)((i64)chunk * CHUNK % p.page_size);
         if (lane == 0) barrier_expect(full, CHUNK * LOADED_ROW_BYTES);
         for (int k = 0; k < per_chunk; ++k) {
             const int page = __shfl_sync(~0u, ids, at + k);
-            if (lane == 0) load_box(to + k * rows * LOADED_ROW_BYTES, map, column, row, page, full);
+            if (lane == 0 && here)
+                (PAIRED ? load_box_for_both : load_box)(to + k * rows * LOADED_ROW_BYTES, map, column, row, page, full);
         }
     }
 };
