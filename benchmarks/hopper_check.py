@@ -179,8 +179,9 @@ def build(tile: int | None, scorers: int | None, paired: bool) -> None:
         hopper.tile_rows = lambda caps: tile
     if scorers is not None:
         hopper.SCORERS = dict.fromkeys(hopper.SCORERS, scorers)
+        hopper.FP8_SCORERS = dict.fromkeys(hopper.FP8_SCORERS, scorers)
     if paired:
-        hopper.PAIRED = frozenset(hopper.SCORERS)
+        hopper.PAIRED = frozenset((*hopper.SCORERS, *hopper.FP8_SCORERS))
 
 
 def small(backend: str, tile: int | None, fp8: bool) -> None:
@@ -306,11 +307,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("small", "anchors", "partials"))
     parser.add_argument("--backend", default="hopper")
-    parser.add_argument("--tile", type=int, choices=hopper.TILES)
+    parser.add_argument("--tile", type=int, choices=sorted({*hopper.TILES, *hopper.FP8_TILES}))
     parser.add_argument("--cases", default=",".join(map(str, range(len(ANCHORS)))))
     parser.add_argument("--partial", default="bf16")
     parser.add_argument("--splits", type=int)
-    parser.add_argument("--scorers", type=int, choices=(1, 2), help="scoring warpgroups of the tiles of 16 and 48 rows")
+    parser.add_argument("--scorers", type=int, choices=(1, 2), help="scoring warpgroups of the tiles of 16 to 48 rows")
     parser.add_argument("--paired", action="store_true", help="two such tiles load the cache together")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="the cache in float8_e4m3fn")

@@ -27,6 +27,7 @@ FORMATS = (
     Formats(kv_fp8=True),
     Formats(partial_f32=True, q_fp8=True, kv_fp8=True),
 )
+TILES = [(rows, each) for each in FORMATS for rows in (hopper.FP8_TILES if each.kv_fp8 else hopper.TILES)]
 
 
 def ptxas_report(source: str, tmp_path: Path) -> str:
@@ -50,8 +51,7 @@ def assert_clean(report: str) -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize("rows", hopper.TILES)
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize(("rows", "formats"), TILES)
 def test_the_decode_kernel_compiles_without_spills_or_serialised_products(
     rows: int, formats: Formats, tmp_path: Path
 ) -> None:
@@ -80,8 +80,7 @@ def test_nvrtc_builds_what_nvcc_builds() -> None:
     assert cubin[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("rows", hopper.TILES)
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize(("rows", "formats"), TILES)
 def test_a_block_fits_the_shared_memory(rows: int, formats: Formats) -> None:
     assert hopper.decode_variant(rows, formats).shared_bytes <= SHARED_MEMORY
 

@@ -65,10 +65,10 @@ def _mma(name: str, columns: int, *, transposed: bool = False, b_transposed: boo
     )
 
 
-def _register_mma(name: str, columns: int, *, b_transposed: bool = False) -> str:
+def _register_mma(name: str, columns: int, *, b_transposed: bool = False, element: str = "bf16") -> str:
     return (
         f"inline void {name}(float (&d)[{columns // 2}], const u32 (&a)[4], u64 b, int keep) "
-        f"{{ emulated_mma<{columns}, {int(b_transposed)}>(d, a, b, keep); }}"
+        f"{{ emulated_mma<{columns}, {int(b_transposed)}, {str(element == 'f16').lower()}>(d, a, b, keep); }}"
     )
 
 

@@ -95,7 +95,7 @@ struct Warp { u64 value[2][32], generation = 0; u32 arrived = 0; };
 
 struct Product {
     int columns, a_transposed, b_transposed, keep;
-    bool a_in_registers;
+    bool a_in_registers, half;  // half: f16, else bf16
     u64 a, b;
     float* d[128];
     const u32* registers[128];
@@ -199,23 +199,34 @@ u32 named_barrier(u32 id, u32 count, bool mine) {
     return here->named[id].result[generation & 1];
 }
 
-float bf16_at(u32 address) {
+float half_value(u32 bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
+                            : exponent     ? std::ldexp(1024.0f + fraction, exponent - 25)
+                                           : std::ldexp((float)fraction, -24);
+    return bits >> 15 ? -magnitude : magnitude;
+}
+
+float value_of(u32 bits, bool half) { return half ? half_value(bits) : reinterpreted<float>(bits << 16); }
+
+float value_at(u32 address, bool half) {
     const u32 swizzled = address ^ ((address >> 7 & 7) << 4);
     uint16_t bits;
     std::memcpy(&bits, at(swizzled, 2), 2);
-    return reinterpreted<float>((u32)bits << 16);
+    return value_of(bits, half);
 }
 
 // An operand in shared memory, [rows, 16], by its descriptor: PTX, "Asynchronous Warpgroup Level Matrix Shared Memory
 // Layout".
-void read_operand(u64 descriptor, int rows, bool transposed, float (*to)[16]) {
+void read_operand(u64 descriptor, int rows, bool transposed, bool half, float (*to)[16]) {
     if (descriptor >> 62 != 1) fail("an operand without 128-byte swizzle");
     const u32 start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4,
               stride = (descriptor >> 32 & 0x3FFF) << 4;
     for (int r = 0; r < rows; ++r)
         for (int k = 0; k < 16; ++k)
-            to[r][k] = bf16_at(transposed ? start + r / 64 * leading + r % 64 * 2 + k / 8 * stride + k % 8 * 128
-                                          : start + r / 8 * stride + r % 8 * 128 + k * 2);
+            to[r][k] = value_at(transposed ? start + r / 64 * leading + r % 64 * 2 + k / 8 * stride + k % 8 * 128
+                                           : start + r / 8 * stride + r % 8 * 128 + k * 2,
+                                half);
 }
 
 void multiply(const Product& p) {
@@ -224,12 +235,12 @@ void multiply(const Product& p) {
         for (int t = 0; t < 128; ++t)
             for (int i = 0; i < 8; ++i) {
                 const int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), k = t % 4 * 2 + i % 2 + 8 * (i / 4);
-                a[row][k] = reinterpreted<float>(p.registers[t][i / 2] >> 16 * (i % 2) << 16);
+                a[row][k] = value_of(p.registers[t][i / 2] >> 16 * (i % 2) & 0xFFFF, p.half);
             }
     } else {
-        read_operand(p.a, 64, p.a_transposed, a);
+        read_operand(p.a, 64, p.a_transposed, p.half, a);
     }
-    read_operand(p.b, p.columns, p.b_transposed, b);
+    read_operand(p.b, p.columns, p.b_transposed, p.half, b);
     for (int t = 0; t < 128; ++t)
         for (int i = 0; i < p.columns / 2; ++i) {
             const int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + t % 4 * 2 + i % 2;
@@ -261,7 +272,7 @@ bool multiply_next(Warpgroup& g) {
     return true;
 }
 
-// A box of a tensor [pages, rows, columns] into shared memory, zeros outside of it; bf16 swizzled, bytes as they are.
+// A box of a tensor [pages, rows, columns] into shared memory, zeros outside of it, swizzled by 128 bytes or, bytes, by 64.
 void complete(const Load& l) {
     here = l.block;
     const u64 *sizes = l.map + 1, *strides = l.map + 4, *box = l.map + 6, size = l.map[9];
@@ -272,7 +283,7 @@ void complete(const Load& l) {
             if (column < sizes[0] && row < sizes[1] && (u64)l.page < sizes[2])
                 std::memcpy(v, (const char*)l.map[0] + l.page * strides[1] + row * strides[0] + size * column, size);
             const u32 address = l.to + (r * box[0] + c) * size;
-            std::memcpy(at(size == 1 ? address : address ^ ((address >> 7 & 7) << 4), size), v, size);
+            std::memcpy(at(address ^ ((address >> 7 & (size == 1 ? 3 : 7)) << 4), size), v, size);
         }
     Mbarrier& b = mbarrier(l.barrier);
     b.bytes -= box[0] * box[1] * size;
@@ -498,11 +509,11 @@ void pin(float (&acc)[COUNT]) { asm volatile("" ::"r"(acc) : "memory"); }
 
 template <int COLUMNS, int A_TRANSPOSED, int B_TRANSPOSED>
 void emulated_mma(float (&d)[COLUMNS / 2], u64 a, u64 b, int keep) {
-    emulated::issue({COLUMNS, A_TRANSPOSED, B_TRANSPOSED, keep, false, a, b}, d, nullptr);
+    emulated::issue({COLUMNS, A_TRANSPOSED, B_TRANSPOSED, keep, false, false, a, b}, d, nullptr);
 }
-template <int COLUMNS, int B_TRANSPOSED>
+template <int COLUMNS, int B_TRANSPOSED, bool HALF>
 void emulated_mma(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, int keep) {
-    emulated::issue({COLUMNS, 0, B_TRANSPOSED, keep, true, 0, b}, d, a);
+    emulated::issue({COLUMNS, 0, B_TRANSPOSED, keep, true, HALF, 0, b}, d, a);
 }
 
 inline float exp2_fast(float x) {
@@ -526,6 +537,40 @@ inline float fp8_value(u32 bits) {
 inline uint2 widen(u32 four) {
     return {pack(fp8_value(four & 255), fp8_value(four >> 8 & 255)),
             pack(fp8_value(four >> 16 & 255), fp8_value(four >> 24))};
+}
+
+inline u32 half_bits(float v) {
+    const float magnitude = std::fabs(v);
+    const u32 sign = std::signbit(v) ? 0x8000 : 0;
+    if (!(magnitude < 65520.0f)) return sign | (v != v ? 0x7FFF : 0x7C00);
+    int exponent;
+    std::frexp(magnitude, &exponent);  // magnitude < 2^exponent
+    exponent = max(exponent, -13);
+    const u32 steps = (u32)std::nearbyint(std::ldexp(magnitude, 11 - exponent));  // of the last place
+    return sign | (magnitude < 0x1p-14f ? steps : ((u32)(exponent + 14) << 10) + steps - 1024);
+}
+inline u32 pack_half(float low, float high) { return half_bits(high) << 16 | half_bits(low); }
+inline uint2 widen_to_half(u32 four) {
+    return {pack_half(fp8_value(four & 255), fp8_value(four >> 8 & 255)),
+            pack_half(fp8_value(four >> 16 & 255), fp8_value(four >> 24))};
+}
+inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
+    const u64 bytes = (u64)y << 32 | x;
+    u32 picked = 0;
+    for (int i = 0; i < 4; ++i) picked |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return picked;
+}
+inline void load_matrices(u32* to, u32 address) {
+    const auto& places = *emulated::exchange(address);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        to[i] = 0;
+        for (int e = 0; e < 2; ++e) {
+            uint16_t v;
+            std::memcpy(&v, emulated::at((u32)places[8 * i + lane % 4 * 2 + e], 16) + lane / 4 * 2, 2);
+            to[i] |= (u32)v << 16 * e;
+        }
+    }
 }
 
 // Matrices of 8 x 8 bf16, row r of matrix i to the address of lane 8 i + r.
@@ -554,6 +599,7 @@ inline void store_rows(u32 address, u32 a, u32 b, u32 c, u32 d) {
 }
 inline uint4 load_16(u32 address) { return *(const uint4*)emulated::at(address, 16); }
 inline void store_16(u32 address, uint4 v) { *(uint4*)emulated::at(address, 16) = v; }
+inline void store_word(u32 address, u32 v) { *(u32*)emulated::at(address, 4) = v; }
 inline void store_float(u32 address, float v) { *(float*)emulated::at(address, 4) = v; }
 inline void load_async(u32 to, const char* from, bool real) {
     if (real)

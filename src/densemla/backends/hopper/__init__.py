@@ -40,8 +40,14 @@ _MOST_HEADS = 128
 TILES = (16, 48, 64)
 """Query rows that a block decodes."""
 
+FP8_TILES = (16, 32, 48)
+"""The same of fp8 caches."""
+
 SCORERS = {16: 1, 48: 1}
 """Warpgroups that score, of the tiles of decode_swapped.cu."""
+
+FP8_SCORERS = {16: 1, 32: 2, 48: 1}
+"""The same of fp8 caches."""
 
 PAIRED: frozenset[int] = frozenset()
 """Tiles of decode_swapped.cu of which two share what they load of the cache."""
@@ -49,10 +55,12 @@ PAIRED: frozenset[int] = frozenset()
 _CHUNK_CYCLES = {16: 2400, 48: 3700, 64: 2800}
 """About what a block takes for a chunk that is in the L2; only the ratios matter, here and below."""
 
-_READ_CYCLES = 3900
-"""About what it takes at least for a chunk that every multiprocessor has to read from memory."""
+_FP8_CHUNK_CYCLES = {16: 1200, 32: 1500, 48: 2200}
 
-_FIXED_CYCLES = {16: 20000, 48: 23000, 64: 33000}
+_READ_CYCLES = 3900
+"""About what it takes at least for a chunk that every multiprocessor has to read from memory; half of it for fp8."""
+
+_FIXED_CYCLES = {16: 20000, 32: 21000, 48: 23000, 64: 33000}
 """About what a block takes besides its chunks."""
 
 _MULTIPROCESSORS = 132
@@ -118,25 +126,34 @@ class _MergeParams(ctypes.Structure):
     )
 
 
+def tiles(caps: Caps) -> tuple[int, ...]:
+    """The tiles that there are for the cache of ``caps``."""
+    return FP8_TILES if caps.kv_dtype is _FP8 else TILES
+
+
 @lru_cache
 def tile_rows(caps: Caps) -> int:
-    """The one of :data:`TILES` that decodes a full batch of the longest requests in the fewest cycles.
+    """The one of :func:`tiles` that decodes a full batch of the longest requests in the fewest cycles.
 
     From ``caps`` alone: it decides the order of sums, so lengths and batches must not change it.
     """
     rows = cuda.rows_per_request(caps)
     chunks = caps.max_batch * ceil_div(caps.max_cache_tokens, CHUNK_TOKENS)
 
-    def cost(tile: int) -> tuple[int, int]:
-        computed = ceil_div(chunks * ceil_div(rows, tile), _MULTIPROCESSORS) * _CHUNK_CYCLES[tile]
-        return _FIXED_CYCLES[tile] + max(computed, ceil_div(chunks, _MULTIPROCESSORS) * _READ_CYCLES), tile
+    fp8 = caps.kv_dtype is _FP8
+    cycles = _FP8_CHUNK_CYCLES if fp8 else _CHUNK_CYCLES
 
-    return min(TILES, key=cost)
+    def cost(tile: int) -> tuple[int, int]:
+        computed = ceil_div(chunks * ceil_div(rows, tile), _MULTIPROCESSORS) * cycles[tile]
+        read = ceil_div(chunks, _MULTIPROCESSORS) * _READ_CYCLES // (1 + fp8)
+        return _FIXED_CYCLES[tile] + max(computed, read), tile
+
+    return min(tiles(caps), key=cost)
 
 
 def cluster_blocks(caps: Caps) -> int:
     """Blocks that load the cache together, and decode so many tiles of a request."""
-    return 2 if tile_rows(caps) in PAIRED and caps.kv_dtype is not _FP8 else 1
+    return 2 if tile_rows(caps) in PAIRED else 1
 
 
 def most_tiles(total_q: int, batch: int, heads: int, rows: int) -> int:
@@ -245,12 +262,11 @@ def _merge_kernel(variant: MergeVariant, device: int) -> Kernel:
 
 
 def decode_variant(tile: int, formats: Formats) -> DecodeVariant:
-    """The kernel for one of :data:`TILES`."""
-    return (
-        RowsVariant(formats)
-        if tile == 64
-        else SwappedVariant(tile, formats, SCORERS[tile], tile in PAIRED and not formats.kv_fp8)
-    )
+    """The kernel for one of :data:`TILES`, or :data:`FP8_TILES` if the cache is fp8."""
+    if tile == 64:
+        return RowsVariant(formats)
+    scorers = FP8_SCORERS if formats.kv_fp8 else SCORERS
+    return SwappedVariant(tile, formats, scorers[tile], tile in PAIRED)
 
 
 def _kernels(binding: Binding) -> tuple[Kernel, Kernel | None]:

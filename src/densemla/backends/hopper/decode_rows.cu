@@ -6,7 +6,7 @@
 // Three warpgroups. 0 takes the even chunks of the split, 1 the odd ones: each does the scores and the softmax of its
 // own chunks, half a period apart, so that the tensor cores have the products of one while the other is in its softmax.
 // Each accumulates half of the output columns over all chunks, with the other's weights from shared memory. 2 loads.
-// source.py prefixes TILE_N, PARTIAL_F32, Q_FP8, KV_FP8, MISC_BYTES, the register budgets and the wgmma wrappers, then
+// source.py prefixes TILE_N, PARTIAL_F32, Q_FP8, KV_FP8 (0), MISC_BYTES, the register budgets and the wgmma wrappers, then
 // primitives.cu and tile.cu.
 
 constexpr int ROPE = 8;  // of the boxes of a chunk: 4 of the left half of the latent columns, 4 of the right one, this
@@ -16,9 +16,6 @@ static_assert(TILE_N == 64);
 struct Shared {
     u64 full[2][BOXES];  // by the warpgroup that owns the chunk
     u64 empty[2][3];     // left half, right half, rope box
-#if KV_FP8
-    u64 landed[2 * BOXES];
-#endif
     u64 p_ready[2], p_free[2];
     Tile tile;
     float base[2][TILE_N];   // what the weights of the chunk are relative to
@@ -31,29 +28,6 @@ struct Memory {
     __device__ __forceinline__ u32 box(int owner, int box) const { return ring + (owner * BOXES + box) * BOX_BYTES; }
 };
 
-#if KV_FP8
-// The boxes in the order in which they are used, which is that in which their places become free.
-struct Sequence {
-    int chunk, order = 0, passed = 0;  // chunks before this one
-
-    __device__ Sequence(int first) : chunk(first) {}
-    __device__ __forceinline__ void advance(int by) {
-        order += by;
-        if (order >= BOXES) {
-            order -= BOXES;
-            ++chunk, ++passed;
-        }
-    }
-    __device__ __forceinline__ int owner() const { return passed & 1; }
-    // The rope box, the half that the owner frees, the other half.
-    __device__ __forceinline__ int box() const { return order == 0 ? ROPE : (order - 1) ^ (4 * owner()); }
-    __device__ __forceinline__ int slot() const { return owner() * BOXES + box(); }
-    __device__ __forceinline__ u32 phase() const { return passed >> 1 & 1; }
-    __device__ __forceinline__ int column() const { return 64 * box(); }
-    __device__ __forceinline__ u32 full(Shared& s) const { return shared_address(&s.full[owner()][box()]); }
-    __device__ __forceinline__ u32 empty(Shared& s) const { return shared_address(&s.empty[owner()][box() >> 2]); }
-};
-#else
 // Each of the four warps loads one half of every other chunk, its rope box too if its owner reads that half first.
 __device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shared& s, const Memory& m, int feeder,
                                      int lane) {
@@ -71,7 +45,6 @@ __device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shar
             pages.load(p, map, chunk, first, m.box(owner, box), 64 * box, shared_address(&s.full[owner][box]), lane);
     }
 }
-#endif
 
 // One of the two warpgroups that compute.
 template <int OWN>
@@ -327,12 +300,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     launch_dependents();
     if (warp == 0) locate(p, s.tile, lane);
     if (warp == 1) {
-        if (lane < 2 * BOXES) {
-#if KV_FP8
-            barrier_init(shared_address(&s.landed[lane]), 1);
-#endif
-            barrier_init(shared_address(&s.full[0][lane]), KV_FP8 ? 4 : 1);
-        }
+        if (lane < 2 * BOXES) barrier_init(shared_address(&s.full[0][lane]), 1);
         if (lane < 6) barrier_init(shared_address(&s.empty[0][lane]), 4);
         if (lane < 2) {
             barrier_init(shared_address(&s.p_ready[lane]), 4);
@@ -358,11 +326,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         decode_half<1>(p, s, m, split);
     } else {
         shrink_registers();
-#if KV_FP8
-        feed_widened<Sequence>(p, &map, s, m.ring, warp - 8, lane);
-#else
         feed(p, &map, s, m, warp - 8, lane);
-#endif
         if (warp == 9) clear_unclaimed(p, lane);
     }
 }

@@ -3,66 +3,11 @@
 // Operands are swapped: scores are S^T = K Q^T with M = 64 cache rows and N = query rows, the output is
 // O^T = V^T P^T with M = 64 latent columns, so a tile holds any multiple of 8 query rows without padding
 // to 64. source.py prefixes TILE_N, SCORERS, SLOTS, MOST_EARLY, P_BUFFERS, PARTIAL_F32, Q_FP8, KV_FP8, MISC_BYTES,
-// the register budgets and the two wgmma wrappers of that width, then primitives.cu and tile.cu.
+// the register budgets and the two wgmma wrappers of that width, then primitives.cu, tile.cu, swapped_ring.cu and the
+// operands' file, swapped_bf16.cu or swapped_fp8.cu.
 //
 // Warpgroups 0 and 1 accumulate 256 latent columns each; the next, one or two (SCORERS), do scores and softmax of a
-// chunk in turn; the last feeds the ring. A ring slot is 64 cache rows x 64 columns, one TMA box with 128-byte swizzle.
-
-constexpr int GROUPS = (TILE_N + 31) / 32;  // one row per lane
-constexpr int STAGE_PITCH = 68;  // floats; a multiple of 4 that spreads rows over the banks
-constexpr int FEEDERS = 4;  // warps that issue loads: issuing keeps one busy for most of a box's time
-constexpr int FIRST_SCORER = 8, FIRST_FEEDER = FIRST_SCORER + 4 * SCORERS;  // warps
-constexpr int SCORERS_BARRIER = SCORERS > 1 ? 9 : 2;  // of all that score
-constexpr int COMPUTE_THREADS = 32 * FIRST_FEEDER;
-// Boxes of the next chunk whose products run under the softmax of this one: what the ring holds besides
-// the values of two chunks.
-constexpr int EARLY = SLOTS - 16 < 0 ? 0 : SLOTS - 16 > MOST_EARLY ? MOST_EARLY : SLOTS - 16;
-
-// What the accumulators are multiplied by before a chunk is added.
-struct alignas(16) Factors {
-    float scale[TILE_N];
-    int changed;
-};
-
-struct Reduction {
-    float peer[4 * SCORERS][GROUPS * 32];  // what each softmax warp found
-    alignas(16) float top[4][TILE_N];  // the bases, a copy for each warp of a scorer
-#if SCORERS > 1
-    int moved[4];  // whether the chunk before changed them
-#endif
-};
-
-template <int SIZE>
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    __device__ void advance(int by) {
-        slot += by;
-        if (slot >= SIZE) {
-            slot -= SIZE;
-            phase ^= 1;
-        }
-    }
-    __device__ Ring at(int by) const {
-        Ring r = *this;
-        r.advance(by);
-        return r;
-    }
-};
-
-// Writes an accumulator [64, TILE_N] transposed: row n of the buffer holds its 64 values, swizzled.
-__device__ __forceinline__ void store_transposed(u32 buffer, const float (&acc)[TILE_N / 2], int warp, int lane) {
-    constexpr int EIGHTS = TILE_N / 8;
-    const int matrix = lane >> 3, line = lane & 7;
-    const u32 place = buffer + (8 * (matrix >> 1) + line) * 128 + (((2 * warp + (matrix & 1)) ^ line) << 4);
-#pragma unroll
-    for (int j = 0; j + 1 < EIGHTS; j += 2)
-        store_matrices(place + j * 1024, pack(acc[4 * j], acc[4 * j + 1]), pack(acc[4 * j + 2], acc[4 * j + 3]),
-                       pack(acc[4 * j + 4], acc[4 * j + 5]), pack(acc[4 * j + 6], acc[4 * j + 7]));
-    if constexpr (EIGHTS % 2)
-        store_matrices(place + (EIGHTS - 1) * 1024, pack(acc[4 * EIGHTS - 4], acc[4 * EIGHTS - 3]),
-                       pack(acc[4 * EIGHTS - 2], acc[4 * EIGHTS - 1]));
-}
+// chunk in turn; the last feeds the ring.
 
 struct Max {
     __device__ static float of(float a, float b) { return fmaxf(a, b); }
@@ -107,7 +52,7 @@ struct Softmax {
     static constexpr int BARRIER = SCORER ? 8 : 2;
 
     float base[TILE_N / 4], total[TILE_N / 4];  // of this thread's rows
-    float factor[GROUPS];                   // of one row per lane
+    float factor[GROUPS];                       // of one row per lane
     bool changed;
 
     __device__ __forceinline__ void begin(Reduction& s, int warp, int lane) {
@@ -130,13 +75,12 @@ struct Softmax {
     }
 
     // Moves the bases of rows that this chunk's scores leave behind.
-    __device__ __forceinline__ void rebase(Reduction& s, const float (&acc)[TILE_N / 2], float score_scale, int warp,
-                                           int lane) {
+    __device__ __forceinline__ void rebase(Reduction& s, const float (&acc)[TILE_N / 2], float scale, int warp, int lane) {
         float most[TILE_N / 4], lead = NONE;
 #pragma unroll
         for (int i = 0; i < TILE_N / 4; ++i) {
             most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
-            lead = fmaxf(lead, fmaf(most[i], score_scale, -base[i]));
+            lead = fmaxf(lead, fmaf(most[i], scale, -base[i]));
         }
         changed = group_any<BARRIER, 128>(lead > SLACK);
         if (!changed) {
@@ -152,7 +96,7 @@ struct Softmax {
         for (int g = 0; g < GROUPS; ++g) {
             const int n = 32 * g + own;
             const float(*peer)[GROUPS * 32] = s.peer + 4 * SCORER;
-            const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * score_scale;
+            const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * scale;
             if (n >= TILE_N) continue;
             const float before = s.top[warp][n], top = found > before + SLACK ? found : before;
             factor[g] = exp2_fast(before - top);
@@ -163,12 +107,12 @@ struct Softmax {
     }
 
     // Scores [64, TILE_N] become weights.
-    __device__ __forceinline__ void weigh(float (&acc)[TILE_N / 2], float score_scale) {
+    __device__ __forceinline__ void weigh(float (&acc)[TILE_N / 2], float scale) {
 #pragma unroll
         for (int i = 0; i < TILE_N / 4; ++i) {
             float &first = acc[4 * (i >> 1) + (i & 1)], &second = acc[4 * (i >> 1) + 2 + (i & 1)];
-            first = exp2_fast(fmaf(first, score_scale, -base[i]));
-            second = exp2_fast(fmaf(second, score_scale, -base[i]));
+            first = exp2_fast(fmaf(first, scale, -base[i]));
+            second = exp2_fast(fmaf(second, scale, -base[i]));
             total[i] += first + second;
         }
     }
@@ -211,8 +155,8 @@ __device__ __forceinline__ void scale_rows(float (&acc)[4][TILE_N / 2], int bloc
     }
 }
 
-// Writes half of the output columns, 4 boxes of 64. `stage` is shared memory of the warpgroup.
-__device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[4][TILE_N / 2], u32 stage,
+// Writes half of the output columns, 4 boxes of 64. `room` is shared memory of the warpgroup.
+__device__ __forceinline__ void store_output(const Params& p, const Tile& s, const float (&acc)[4][TILE_N / 2], u32 room,
                                              int split, int half) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
 #if PARTIAL_F32
@@ -224,8 +168,8 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
 #pragma unroll
             for (int i = 0; i < TILE_N / 2; ++i) {
                 const int n = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
-                const int at = 16 * warp + (lane >> 2) + 4 * (i & 2);
-                store_float(stage + (n * STAGE_PITCH + at) * 4, acc[t][i]);
+                const int at = column_of(warp, lane, i);
+                store_float(room + (n * STAGE_PITCH + at) * 4, acc[t][i]);
             }
             writers_sync(half);
 #pragma unroll 4
@@ -234,123 +178,40 @@ __device__ __forceinline__ void store_output(const Params& p, const Tile& s, con
                 if (row.x < 0) continue;
                 float* to = (float*)p.partial_output + ((partial_row + row.x) * p.heads + row.y) * RANK;
                 *(float4*)(to + half * RANK / 2 + 64 * t + 4 * (u & 15)) =
-                    load_floats(stage + ((u >> 4) * STAGE_PITCH + 4 * (u & 15)) * 4);
+                    load_floats(room + ((u >> 4) * STAGE_PITCH + 4 * (u & 15)) * 4);
             }
         }
         return;
     }
 #endif
 #pragma unroll
-    for (int t = 0; t < 4; ++t) store_transposed(stage + t * P_BYTES, acc[t], warp, lane);
-    copy_staged(p, s, stage, split, half);
-}
-
-struct Shared {
-    u64 full[SLOTS], empty[SLOTS];
-#if KV_FP8
-    u64 landed[SLOTS];
-#endif
-    u64 p_ready[P_BUFFERS], p_free[P_BUFFERS];
-#if SCORERS > 1
-    u64 turn[SCORERS];
-#endif
-    Tile tile;
-    Reduction reduction;
-    float inverse[TILE_N];  // 1 / sum of the weights
-    Factors factors[P_BUFFERS];
-};
-
-using Boxes = Ring<SLOTS>;
-static_assert(!PAIRED || SLOTS % 2 == 0);  // a slot's boxes are all loaded by the same block
-static_assert(SLOTS >= SCORERS * BOXES);  // a ring advances past its end once at most
-
-// Which block of the cluster loads the boxes of a slot.
-__device__ __forceinline__ bool loads_slot(int slot) { return !PAIRED || (slot & 1) == (blockIdx.x & 1); }
-
-// A warp has read a slot. One lane.
-__device__ __forceinline__ void release(Shared& s, int slot) {
-    const u32 empty = shared_address(&s.empty[slot]);
-    barrier_arrive(empty);
-    if (!loads_slot(slot)) barrier_arrive_at(empty, slot & 1);
-}
-
-// Loading order within a chunk: the rope box, then the two accumulating warpgroups' boxes in turn, so that slots become
-// free in about the order in which they are filled.
-__device__ __forceinline__ constexpr int position_of(int group, int box) { return 1 + 2 * box + group; }
-__device__ __forceinline__ constexpr int box_at(int position) {
-    return position == 0 ? BOXES - 1 : (position - 1) / 2 + 4 * ((position - 1) & 1);
-}
-
-// The boxes of the ring in loading order.
-struct Sequence {
-    int chunk, position = 0;
-    Boxes at;
-
-    __device__ Sequence(int first) : chunk(first) {}
-    __device__ __forceinline__ void advance(int by) {
-        at.advance(by);
-        position += by;
-        if (position >= BOXES) {
-            position -= BOXES;
-            ++chunk;
-        }
-    }
-    __device__ __forceinline__ int slot() const { return at.slot; }
-    __device__ __forceinline__ u32 phase() const { return at.phase; }
-    __device__ __forceinline__ int column() const { return box_at(position) * 64; }
-    __device__ __forceinline__ u32 full(Shared& s) const { return shared_address(&s.full[at.slot]); }
-    __device__ __forceinline__ u32 empty(Shared& s) const { return shared_address(&s.empty[at.slot]); }
-};
-
-// Loads every FEEDERS-th box, beginning with number `feeder`.
-__device__ __forceinline__ void feed(const Params& p, const TensorMap* map, Shared& s, u32 ring, int feeder, int lane) {
-    Pages pages(p, s.tile);
-    Sequence box(s.tile.begin);
-    for (box.advance(feeder); box.chunk < s.tile.end; box.advance(FEEDERS)) {
-        const int first = pages.find(p, box.chunk, lane);
-        barrier_wait(box.empty(s), box.phase() ^ 1);
-        pages.load(p, map, box.chunk, first, ring + box.slot() * BOX_BYTES, box.column(), box.full(s), lane,
-                   loads_slot(box.slot()));
-    }
-}
-
-// Products of boxes [FROM, TO) of a chunk with the queries.
-template <int FROM, int TO>
-__device__ __forceinline__ void add_scores(Shared& s, float (&acc)[TILE_N / 2], u32 q, u32 ring, Boxes at) {
-#pragma unroll
-    for (int position = FROM; position < TO; ++position) {
-        const Boxes box = at.at(position);
-        barrier_wait(shared_address(&s.full[box.slot]), box.phase);
-        mma_fence();
-        const u64 rows = operand(ring + box.slot * BOX_BYTES);
-        const u64 queries = operand(q + box_at(position) * P_BYTES);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) mma_scores(acc, rows + 2 * k, queries + 2 * k, position + k > 0);
-    }
-    mma_commit();
+    for (int t = 0; t < 4; ++t) stage(room + t * P_BYTES, acc[t], warp, lane);
+    copy_staged(p, s, room, split, half);
 }
 
 // Scores and softmax of every SCORERS-th chunk, beginning with number SCORER.
 template <int SCORER>
 __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 weights, u32 ring, int split) {
     const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-    const float scale = score_scale(p, s.tile);
+    const float scale = Scores::scale(p, s.tile);
     Softmax<SCORER> softmax;
     softmax.begin(s.reduction, warp, lane);
     Boxes at;
     Ring<P_BUFFERS> buffer;
     if (SCORER) at.advance(SCORER * BOXES), buffer.advance(SCORER);
+    Scores scores;
     float next[TILE_N / 2];
-    if (EARLY > 0) add_scores<0, EARLY>(s, next, q, ring, at);
+    if (EARLY > 0) scores.add<0, EARLY>(s, next, q, ring, at);
     for (int chunk = s.tile.begin + SCORER; chunk < s.tile.end; chunk += SCORERS) {
-        add_scores<EARLY, BOXES>(s, next, q, ring, at);
+        scores.add<EARLY, BOXES>(s, next, q, ring, at);
         mma_wait<0>();
         pin(next);
         if (lane == 0) release(s, at.slot);  // the rope box serves the scores alone
         float acc[TILE_N / 2];
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) acc[i] = next[i];
-        if (EARLY > 0 && chunk + 1 < s.tile.end) add_scores<0, EARLY>(s, next, q, ring, at.at(BOXES));
+        if (EARLY > 0 && chunk + 1 < s.tile.end) scores.add<0, EARLY>(s, next, q, ring, at.at(BOXES));
+        scores.finish(acc, s.tile, lane);
         const bool edge = chunk * CHUNK > s.tile.min_visible - CHUNK;
         if (edge) hide_unseen(s.tile, acc, chunk, warp, lane);
 #if SCORERS > 1
@@ -368,9 +229,9 @@ __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 wei
 #endif
         softmax.weigh(acc, scale);
         barrier_wait(shared_address(&s.p_free[buffer.slot]), buffer.phase ^ 1);
-        store_transposed(weights + buffer.slot * P_BYTES, acc, warp, lane);
+        store_transposed<pack_weights>(weights + buffer.slot * P_BYTES, acc, warp, lane);
         if (warp == 0) softmax.publish(s.factors[buffer.slot], lane);
-        if (edge)
+        if (edge && !KV_FP8)
             for (int position = 1; position < BOXES; ++position)
                 clean_box(s.tile, chunk, ring + at.at(position).slot * BOX_BYTES, thread);
         proxy_fence();
@@ -409,29 +270,16 @@ __device__ __forceinline__ void accumulate(const Params& p, Shared& s, u32 q, u3
     Boxes at;
     Ring<P_BUFFERS> buffer;
     for (int chunk = s.tile.begin; chunk < s.tile.end; ++chunk) {
+        const bool edge = chunk * CHUNK > s.tile.min_visible - CHUNK;
+        Values<group> values;
+        values.begin(s, ring, at, edge);
         barrier_wait(shared_address(&s.p_ready[buffer.slot]), buffer.phase);
         const Factors& factors = s.factors[buffer.slot];
         if (factors.changed) {
 #pragma unroll
             for (int j = 0; j < TILE_N / 8; ++j) scale_rows(acc, j, *(const float2*)&factors.scale[8 * j + 2 * (lane & 3)]);
         }
-        const u64 columns = operand(weights + buffer.slot * P_BYTES);
-        mma_fence();
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            const u64 values = operand(ring + at.at(position_of(group, t)).slot * BOX_BYTES);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) mma_values(acc[t], values + k * (2048 >> 4), columns + 2 * k, 1);
-            mma_commit();
-        }
-#define RELEASE(T)     \
-    mma_wait<3 - T>(); \
-    if (lane == 0) release(s, at.at(position_of(group, T)).slot);
-        RELEASE(0)
-        RELEASE(1)
-        RELEASE(2)
-        RELEASE(3)
-#undef RELEASE
+        values.add(s, acc, weights + buffer.slot * P_BYTES, ring, at, edge);
 #pragma unroll
         for (int t = 0; t < 4; ++t) pin(acc[t]);
         if (lane == 0) barrier_arrive(shared_address(&s.p_free[buffer.slot]));
@@ -441,8 +289,8 @@ __device__ __forceinline__ void accumulate(const Params& p, Shared& s, u32 q, u3
     group_sync<3, COMPUTE_THREADS>();  // the sums are there, and the query tile is free to stage the output
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) scale_rows(acc, j, *(const float2*)&s.inverse[8 * j + 2 * (lane & 3)]);
-    const u32 room = max(TILE_N * STAGE_PITCH * 4 * PARTIAL_F32, 4 * P_BYTES);
-    store_output(p, s.tile, acc, q + group * room, split, group);
+    const u32 each = max(TILE_N * STAGE_PITCH * 4 * PARTIAL_F32, 4 * P_BYTES);
+    store_output(p, s.tile, acc, q + group * each, split, group);
 }
 
 // The other block of the cluster neither loads into this one nor arrives at its barriers before or after.
@@ -473,10 +321,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(COMPUTE_THREADS + 128, 1)
     if (warp == 0) locate(p, s.tile, lane);
     if (warp == 1) {
         for (int i = lane; i < SLOTS; i += 32) {
-#if KV_FP8
-            barrier_init(shared_address(&s.landed[i]), 1);
-#endif
-            barrier_init(shared_address(&s.full[i]), KV_FP8 ? FEEDERS : 1);
+            barrier_init(shared_address(&s.full[i]), 1);
             barrier_init(shared_address(&s.empty[i]), PAIRED && loads_slot(i) ? 8 : 4);
         }
         if (lane < P_BUFFERS) {
@@ -496,7 +341,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(COMPUTE_THREADS + 128, 1)
         return;
     }
     if (warp < FIRST_FEEDER) {
-        load_queries<BOXES>(p, s.tile, q, threadIdx.x, COMPUTE_THREADS);
+        load_query_tile(p, s.tile, q, threadIdx.x, COMPUTE_THREADS);
         group_sync<1, COMPUTE_THREADS>();
     }
     if (warp < 4) {
@@ -519,11 +364,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(COMPUTE_THREADS + 128, 1)
 #endif
     } else {
         shrink_registers();
-#if KV_FP8
-        feed_widened<Sequence>(p, &map, s, ring, warp - FIRST_FEEDER, lane);
-#else
         feed(p, &map, s, ring, warp - FIRST_FEEDER, lane);
-#endif
         if (warp == FIRST_FEEDER + 1) clear_unclaimed(p, lane);
         meet();
     }

@@ -14,7 +14,7 @@ ARCHITECTURE = "sm_90a"
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DATA_TYPES = {1: 0, 2: 9}  # CU_TENSOR_MAP_DATA_TYPE_UINT8 and _BFLOAT16, by the bytes of an element
-_SWIZZLES = {1: 0, 2: 3}  # CU_TENSOR_MAP_SWIZZLE_NONE and _128B
+_SWIZZLES = {1: 2, 2: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B, likewise: of rows of 64 elements
 _L2_PROMOTION_NONE = 0  # CU_TENSOR_MAP_L2_PROMOTION_*
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -143,7 +143,7 @@ def tensor_map(
         data: device address, a multiple of 16.
         sizes: elements per dimension, innermost first.
         strides: bytes per step of every dimension but the innermost, multiples of 16.
-        box: elements of one load, innermost first. Its rows of 64 bf16 are swizzled, rows of bytes are not.
+        box: elements of one load, innermost first: 64, so rows of 128 or 64 bytes, which are swizzled.
         element_bytes: 2 for bf16, 1 for bytes.
     """
     rank = len(sizes)

@@ -168,6 +168,50 @@ __device__ __forceinline__ uint2 widen(u32 four) {
     return wide;
 }
 
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Four e4m3 as f16, exactly.
+__device__ __forceinline__ uint2 widen_to_half(u32 four) {
+    uint2 wide;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(wide.x), "=r"(wide.y)
+        : "r"(four));
+    return wide;
+}
+
+// Two bf16 as f16, times a power of two.
+__device__ __forceinline__ u32 half_pair(u32 pair, float by) {
+    return pack_half(__uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xFFFF0000u) * by);
+}
+
+// Bits of the largest magnitude of eight bf16.
+__device__ __forceinline__ u32 largest_magnitude(uint4 v) {
+    const u32 high = max(max(v.x & 0x7FFF0000u, v.y & 0x7FFF0000u), max(v.z & 0x7FFF0000u, v.w & 0x7FFF0000u));
+    return max(high >> 16, max(max(v.x & 0x7FFFu, v.y & 0x7FFFu), max(v.z & 0x7FFFu, v.w & 0x7FFFu)));
+}
+
+// Four e4m3, of which what is NaN becomes 0.
+__device__ __forceinline__ u32 without_nan(u32 four) {
+    const u32 nan = ((four & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u) >> 7;
+    return four & ~(nan * 255u);
+}
+
+// Bytes 0 and 2, then 1 and 3.
+__device__ __forceinline__ u32 regroup(u32 four) { return __byte_perm(four, 0, 0x3120); }
+
+// Four matrices of 8 x 8 pairs of bytes, row r of matrix i from the address of lane 8 i + r, transposed.
+__device__ __forceinline__ void load_matrices(u32* to, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
                  "r"(b), "r"(c), "r"(d)
@@ -201,6 +245,10 @@ __device__ __forceinline__ float4 load_floats(u32 address) {
 
 __device__ __forceinline__ void store_float(u32 address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_word(u32 address, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void store_16(u32 address, uint4 v) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -14,11 +14,13 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that one block may use on compute capability 9.0."""
 
 _BOX_BYTES = 64 * 128
+"""Of a ring's slot for bf16, half of it for fp8."""
+
 _MOST_SLOTS = 24
+_MOST_FP8_SLOTS = 40
 _MOST_EARLY = 4
 _REGISTERS = 65536
 _FEED_REGISTERS = 24
-_WIDEN_REGISTERS = 40
 
 
 class DecodeVariant(Protocol):
@@ -44,14 +46,10 @@ class Formats:
     def defines(self) -> dict[str, int]:
         return {"PARTIAL_F32": int(self.partial_f32), "Q_FP8": int(self.q_fp8), "KV_FP8": int(self.kv_fp8)}
 
-    @property
-    def feed_registers(self) -> int:
-        return _WIDEN_REGISTERS if self.kv_fp8 else _FEED_REGISTERS
-
 
 @dataclass(frozen=True, slots=True)
 class SwappedVariant:
-    """16 or 48 query rows a block, as columns of its products: decode_swapped.cu."""
+    """16 to 48 query rows a block, as columns of its products: decode_swapped.cu."""
 
     tile_rows: int
     """Query rows of a tile: a multiple of 8, 16 to 64."""
@@ -59,7 +57,7 @@ class SwappedVariant:
     scorers: int = 1
     """Warpgroups that do scores and softmax, 1 or 2."""
     paired: bool = False
-    """Whether the blocks of two neighbouring tiles load the cache together, as a cluster; not of fp8 caches."""
+    """Whether the blocks of two neighbouring tiles load the cache together, as a cluster."""
 
     @property
     def blocks(self) -> int:
@@ -71,16 +69,24 @@ class SwappedVariant:
 
     @property
     def p_buffers(self) -> int:
-        return 2 if self.tile_rows < 48 or self.scorers > 1 else 1
+        return 2 if self.tile_rows < 48 or self.scorers > 1 or self.formats.kv_fp8 else 1
 
     @property
     def slots(self) -> int:
-        slots = min((SHARED_MEMORY - self._misc_bytes - self._tile_bytes) // _BOX_BYTES, _MOST_SLOTS)
+        slots = min((SHARED_MEMORY - self._misc_bytes - self._tile_bytes) // self._slot_bytes, self._most_slots)
         return slots // self.blocks * self.blocks
 
     @property
     def shared_bytes(self) -> int:
-        return self._tile_bytes + self.slots * _BOX_BYTES + self._misc_bytes
+        return self._tile_bytes + self.slots * self._slot_bytes + self._misc_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return _BOX_BYTES // (1 + self.formats.kv_fp8)
+
+    @property
+    def _most_slots(self) -> int:
+        return _MOST_FP8_SLOTS if self.formats.kv_fp8 else _MOST_SLOTS
 
     @property
     def _tile_bytes(self) -> int:
@@ -90,14 +96,17 @@ class SwappedVariant:
     @property
     def _misc_bytes(self) -> int:
         """``struct Shared`` of decode_swapped.cu, which asserts that it fits."""
-        barriers = 8 * (3 if self.formats.kv_fp8 else 2) * _MOST_SLOTS
+        barriers = 16 * self._most_slots
         reduction = (512 * ceil_div(self.tile_rows, 32) + 32) * (self.scorers - 1)
-        rows = self.tile_rows * (48 + 4 * self.p_buffers) + ceil_div(self.tile_rows, 32) * 1024
+        of_row = 48 + 4 * self.p_buffers + 4 * self.formats.kv_fp8
+        rows = self.tile_rows * of_row + ceil_div(self.tile_rows, 32) * 1024
         return 168 + barriers + rows + reduction
 
     @property
     def accumulate_registers(self) -> int:
-        """Of a thread that holds 4 x 64 x tile_rows / 128 accumulators."""
+        """Of a thread that holds 4 x 64 x tile_rows / 128 accumulators, and the operands of two fp8 boxes."""
+        if self.formats.kv_fp8:
+            return 2 * self.tile_rows + 64
         return max(2 * self.tile_rows + (40 if self.scorers == 1 else 32), 128)
 
     def source(self) -> str:
@@ -106,32 +115,37 @@ class SwappedVariant:
             "SCORERS": self.scorers,
             "PAIRED": int(self.paired),
             "SLOTS": self.slots,
-            "MOST_EARLY": _MOST_EARLY if self.scorers == 1 else 0,
+            "MOST_EARLY": _MOST_EARLY if self.scorers == 1 and not self.formats.kv_fp8 else 0,
             "P_BUFFERS": self.p_buffers,
             "MISC_BYTES": self._misc_bytes,
             **self.formats.defines(),
         }
-        products = (_mma("mma_scores", self.tile_rows), _mma("mma_values", self.tile_rows, transposed=True))
-        return _decode_source("decode_swapped.cu", sizes, self.formats, *self._register_shares(), *products)
+        if self.formats.kv_fp8:
+            names = ("mma_scores", "mma_values")
+            products = tuple(_register_mma(name, self.tile_rows, element="f16") for name in names)
+        else:
+            products = (_mma("mma_scores", self.tile_rows), _mma("mma_values", self.tile_rows, transposed=True))
+        operands = "swapped_fp8.cu" if self.formats.kv_fp8 else "swapped_bf16.cu"
+        files = ("swapped_ring.cu", operands, "decode_swapped.cu")
+        return _decode_source(sizes, (*self._register_shares(), *products), files)
 
     def _register_shares(self) -> tuple[str, str, str]:
         """Registers for the warpgroups that accumulate, those that score, and the one that loads."""
         largest, launched = self.accumulate_registers, _REGISTERS // self.threads // 8 * 8
-        if self.tile_rows < 48:
+        if self.tile_rows < 48 and not self.formats.kv_fp8:
             return (_registers("grow_registers"), _registers("score_registers"), _registers("shrink_registers"))
-        feed = self.formats.feed_registers
-        rest = launched * (3 + self.scorers) - feed - 2 * largest
+        rest = launched * (3 + self.scorers) - _FEED_REGISTERS - 2 * largest
         score = min(rest // self.scorers, 240) // 8 * 8
         return (
-            _registers("grow_registers", "inc", largest),
+            _registers("grow_registers", "inc" if largest > launched else "dec", largest),
             _registers("score_registers", "inc" if score > launched else "dec", score),
-            _registers("shrink_registers", "dec", feed),
+            _registers("shrink_registers", "dec", _FEED_REGISTERS),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RowsVariant:
-    """64 query rows a block, which are rows of its products too: decode_rows.cu."""
+    """64 query rows a block, which are rows of its products too; of bf16 caches: decode_rows.cu."""
 
     formats: Formats
 
@@ -148,7 +162,7 @@ class RowsVariant:
     @property
     def _misc_bytes(self) -> int:
         """``struct Shared`` of decode_rows.cu, which asserts that it fits."""
-        return 2048 + 256 * (self.formats.q_fp8 or self.formats.kv_fp8)
+        return 2048 + 256 * self.formats.q_fp8
 
     def source(self) -> str:
         sizes = {
@@ -163,17 +177,18 @@ class RowsVariant:
             _mma("mma_values", 256, b_transposed=True),
             _register_mma("mma_own_values", 256, b_transposed=True),
         )
-        feed = self.formats.feed_registers
-        compute = (3 * 168 - feed) // 16 * 8
-        registers = (_registers("grow_registers", "inc", compute), _registers("shrink_registers", "dec", feed))
-        return _decode_source("decode_rows.cu", sizes, self.formats, *registers, *products)
+        compute = (3 * 168 - _FEED_REGISTERS) // 16 * 8
+        registers = (
+            _registers("grow_registers", "inc", compute),
+            _registers("shrink_registers", "dec", _FEED_REGISTERS),
+        )
+        return _decode_source(sizes, (*registers, *products), ("decode_rows.cu",))
 
 
-def _decode_source(name: str, sizes: Mapping[str, int], formats: Formats, *functions: str) -> str:
+def _decode_source(sizes: Mapping[str, int], functions: Sequence[str], files: Sequence[str]) -> str:
     """``functions``: those that depend on the sizes of the products."""
     defines = (f"#define {key} {value}" for key, value in sizes.items())
-    files = ("tile.cu", "widen.cu", name) if formats.kv_fp8 else ("tile.cu", name)
-    return "\n".join((*defines, _file("primitives.cu"), *functions, *map(_file, files)))
+    return "\n".join((*defines, _file("primitives.cu"), *functions, *map(_file, ("tile.cu", *files))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,14 +235,14 @@ def _mma(name: str, columns: int, *, transposed: bool = False, b_transposed: boo
     )
 
 
-def _register_mma(name: str, columns: int, *, b_transposed: bool = False) -> str:
+def _register_mma(name: str, columns: int, *, b_transposed: bool = False, element: str = "bf16") -> str:
     """The same with A in registers."""
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element}"
     return (
         f"__device__ __forceinline__ void {name}"
         f"(float (&d)[{count}], const unsigned int (&a)[4], unsigned long long b, int keep) {{\n"

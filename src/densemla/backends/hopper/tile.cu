@@ -6,10 +6,10 @@
 constexpr int CHUNK = 64;
 constexpr int RANK = 512;
 constexpr int BOXES = 9;  // of 64 columns, to a 576-wide row; the last is the rope part
-constexpr int BOX_BYTES = CHUNK * 128;
-constexpr int LOADED_ROW_BYTES = KV_FP8 ? 64 : 128;  // of a box in memory
+constexpr int BOX_ROW_BYTES = KV_FP8 ? 64 : 128;
+constexpr int BOX_BYTES = CHUNK * BOX_ROW_BYTES;
 constexpr int BLOCKS = 1 + PAIRED;        // of a cluster
-constexpr int P_BYTES = TILE_N * 128;  // of a box of the query tile, and of a chunk's weights
+constexpr int P_BYTES = TILE_N * 128;     // of a box of the query tile, and of a chunk's weights
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
 // Weights are relative to a base that follows the maximum only when it is left this far behind (log2): up to
@@ -44,6 +44,9 @@ struct Tile {
     int2 row[TILE_N];  // query index and head of a tile row; query < 0: no row
 #if Q_FP8 || KV_FP8
     float score_scale, value_scale;
+#endif
+#if KV_FP8
+    alignas(8) float row_scale[TILE_N];  // score_scale, and what the query tile's rows were divided by
 #endif
 };
 
@@ -252,11 +255,11 @@ struct Pages {
     __device__ __forceinline__ void load(const Params& p, const TensorMap* map, int chunk, int at, u32 to, int column,
                                          u32 full, int lane, bool here = true) const {
         const int row = (int)((i64)chunk * CHUNK % p.page_size);
-        if (lane == 0) barrier_expect(full, CHUNK * LOADED_ROW_BYTES);
+        if (lane == 0) barrier_expect(full, BOX_BYTES);
         for (int k = 0; k < per_chunk; ++k) {
             const int page = __shfl_sync(~0u, ids, at + k);
             if (lane == 0 && here)
-                (PAIRED ? load_box_for_both : load_box)(to + k * rows * LOADED_ROW_BYTES, map, column, row, page, full);
+                (PAIRED ? load_box_for_both : load_box)(to + k * rows * BOX_ROW_BYTES, map, column, row, page, full);
         }
     }
 };
