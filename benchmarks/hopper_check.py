@@ -317,6 +317,8 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="the cache in float8_e4m3fn")
     parser.add_argument("--limit", type=int, help="run in a process with this time limit in seconds")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU and a CUDA build of torch")
     if args.limit:
         command = [sys.executable, __file__, *without_limit(sys.argv[1:])]
         try:
