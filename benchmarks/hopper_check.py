@@ -317,8 +317,6 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="the cache in float8_e4m3fn")
     parser.add_argument("--limit", type=int, help="run in a process with this time limit in seconds")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU and a CUDA build of torch")
     if args.limit:
         command = [sys.executable, __file__, *without_limit(sys.argv[1:])]
         try:
@@ -328,6 +326,8 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             print(f"-- HUNG after {args.limit} s: {' '.join(command[2:])}", flush=True)
             sys.exit(1)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU and a CUDA build of torch")
     build(args.tile, args.scorers, args.paired)
     if args.what == "small":
         small(args.backend, args.tile, args.fp8)
