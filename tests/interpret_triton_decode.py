@@ -22,7 +22,7 @@ from gpu_steps import Run, assert_right, same
 
 import densemla
 from densemla.backends.triton.tiles import Tiles
-from steps import FP8, PACKED, Step, make_step
+from steps import FP8, PACKED, Step, make_sink_step, make_step
 
 FORMATS: dict[str, dict[str, object]] = {
     "bf16": {},
@@ -60,6 +60,13 @@ def formats(name: str, partial_dtype: torch.dtype) -> Callable[[], None]:
         right(step, kv_dtype=FORMATS[name].get("kv_dtype", torch.bfloat16), partial_dtype=partial_dtype)
 
     return check
+
+
+def sink(name: str) -> Callable[[], None]:
+    # float16 could not hold outputs as small as these.
+    options = {"num_splits": 1, "output_dtype": torch.bfloat16}
+    kv_dtype = FORMATS[name].get("kv_dtype", torch.bfloat16)
+    return lambda: right(make_sink_step(heads=3, **FORMATS[name]), kv_dtype=kv_dtype, **options)
 
 
 def page_size(size: int) -> Callable[[], None]:
@@ -207,6 +214,7 @@ def integers_that_lie() -> None:
 CASES: dict[str, Callable[[], None]] = {
     **{f"format {name}, bf16 partials": formats(name, torch.bfloat16) for name in FORMATS},
     **{f"format {name}, float32 partials": formats(name, torch.float32) for name in FORMATS},
+    **{f"format {name}, weights far below the largest": sink(name) for name in FORMATS},
     **{f"page size {size}": page_size(size) for size in (1, 16, 32, 48, 64, 128)},
     **{f"{heads} heads": head_count(heads) for heads in (1, 12, 33)},
     "no rope columns": right_without_rope,

@@ -135,6 +135,19 @@ def make_step(
     )
 
 
+def make_sink_step(*, heads: int = 12, **formats: Any) -> Step:
+    """A step whose first token has nearly all of the weight and no value: the others weigh about 2^-25 of it each."""
+    step = make_step([700], heads=heads, logits=0.3, **formats)
+    height = 25 * math.log(2) / (64 * step.sm_scale)
+    page = int(step.page_table[0, 0])
+    slots = torch.tensor([page * step.kv_cache.shape[1]])
+    sink = torch.full((1, 64), height)
+    densemla.kv_cache.append(torch.zeros(1, 512), sink, step.kv_cache, slots, kv_scale=step.kv_scale)
+    ones = torch.ones(1, heads, 64) / (step.q_scale or 1.0)
+    step.q[..., 512:] = densemla.kv_cache.to_fp8(ones) if step.q.dtype is FP8 else ones
+    return step
+
+
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """||got - expected|| / ||expected|| over everything; NaN stays NaN."""
     norm = expected.double().norm()
@@ -163,4 +176,14 @@ def assert_close(step: Step, output: torch.Tensor, lse: torch.Tensor, partial_dt
     assert bool(((lse.double() - expected_lse)[~empty].abs() <= 1e-5 * expected_lse[~empty].abs().clamp_min(10)).all())
 
 
-__all__ = ["FP8", "PACKED", "ROUNDING", "SM_SCALE", "Step", "assert_close", "make_step", "relative_error"]
+__all__ = [
+    "FP8",
+    "PACKED",
+    "ROUNDING",
+    "SM_SCALE",
+    "Step",
+    "assert_close",
+    "make_sink_step",
+    "make_step",
+    "relative_error",
+]

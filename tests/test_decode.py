@@ -10,7 +10,7 @@ import torch
 
 import densemla
 from densemla.backends.cpu import native
-from steps import FP8, PACKED, Step, assert_close, make_step, relative_error
+from steps import FP8, PACKED, Step, assert_close, make_sink_step, make_step, relative_error
 
 MIXED = [1000, 0, 65, 3000, 1, 64, 1100]
 
@@ -43,6 +43,11 @@ class TestAgainstFloat64:
         )
         output, lse = step.decode(partial_dtype=torch.float32, single_split_chunks=0)
         assert_close(step, output, lse, torch.float32)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_weights_far_below_the_largest(self, dtype: torch.dtype) -> None:
+        step = make_sink_step(kv_dtype=dtype)
+        assert_close(step, *step.decode(partial_dtype=torch.float32, num_splits=1))
 
     @pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64, 128, 37, 4096])
     def test_page_sizes(self, page_size: int) -> None:

@@ -19,7 +19,7 @@ import densemla
 import hopper_emulator
 from densemla.backends import hopper
 from hopper_emulator import Kernels, decode
-from steps import FP8, Step, assert_close, make_step
+from steps import FP8, Step, assert_close, make_sink_step, make_step
 
 pytestmark = pytest.mark.skipif(hopper_emulator.COMPILER is None, reason="needs a C++ compiler")
 
@@ -127,6 +127,10 @@ def test_page_sizes(kernels: Kernels, build: Build, page_size: int) -> None:
 def test_scores_that_move_the_base(kernels: Kernels, build: Build) -> None:
     for seed, logits in enumerate((0.1, 30.0)):
         check(kernels, build.step([900], heads=12, logits=logits, heavy_tails=True), build, seed, num_splits=2)
+
+
+def test_weights_far_below_the_largest(kernels: Kernels, build: Build) -> None:
+    check(kernels, make_sink_step(**build.formats), build, 0)
 
 
 def test_queries_with_bounds(kernels: Kernels, build: Build) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import densemla
-from steps import PACKED, ROUNDING, Step, make_step
+from steps import PACKED, ROUNDING, Step, make_sink_step, make_step
 
 MULTIPLIED = {"fp8_ds_mla": torch.float16}
 """Type of the products, where it is neither the cache's nor the query's."""
@@ -103,4 +103,15 @@ def same(a: Run | tuple[torch.Tensor, torch.Tensor], b: Run | tuple[torch.Tensor
     return torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
 
 
-__all__ = ["Run", "assert_right", "bind", "decode", "make_step", "on_gpu", "plan_for", "poison", "same"]
+__all__ = [
+    "Run",
+    "assert_right",
+    "bind",
+    "decode",
+    "make_sink_step",
+    "make_step",
+    "on_gpu",
+    "plan_for",
+    "poison",
+    "same",
+]

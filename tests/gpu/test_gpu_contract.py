@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpu_steps import assert_right, bind, decode, make_step, on_gpu, plan_for, same
+from gpu_steps import assert_right, bind, decode, make_sink_step, make_step, on_gpu, plan_for, same
 
 import densemla
 from steps import FP8, PACKED, SM_SCALE, Step
@@ -33,6 +33,15 @@ def test_formats(backend: str, name: str, heads: int, partial_dtype: torch.dtype
     step = make_step(LENGTHS, heads=heads, queries=[1, 2, 1, 3, 1, 4, 2], **FORMATS[name])
     run = decode(step, backend, partial_dtype=partial_dtype, single_split_chunks=threshold, kv_dtype=kv_dtype)
     assert_right(step, run)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("heads", [12, 96])
+def test_weights_far_below_the_largest(backend: str, name: str, heads: int) -> None:
+    step = make_sink_step(heads=heads, **FORMATS[name])
+    # float16 could not hold outputs as small as these.
+    options = {"num_splits": 1, "output_dtype": torch.bfloat16, "kv_dtype": FORMATS[name]["kv_dtype"]}
+    assert_right(step, decode(step, backend, **options))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 8, 12, 16, 32, 64, 96, 128])

@@ -82,7 +82,7 @@ struct Softmax {
             most[i] = fmaxf(acc[4 * (i >> 1) + (i & 1)], acc[4 * (i >> 1) + 2 + (i & 1)]);
             lead = fmaxf(lead, fmaf(most[i], scale, -base[i]));
         }
-        changed = group_any<BARRIER, 128>(lead > SLACK);
+        changed = group_any<BARRIER, 128>(lead > SLACK + LIFT);
         if (!changed) {
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) factor[g] = 1.0f;
@@ -98,7 +98,7 @@ struct Softmax {
             const float(*peer)[GROUPS * 32] = s.peer + 4 * SCORER;
             const float found = fmaxf(fmaxf(peer[0][n], peer[1][n]), fmaxf(peer[2][n], peer[3][n])) * scale;
             if (n >= TILE_N) continue;
-            const float before = s.top[warp][n], top = found > before + SLACK ? found : before;
+            const float before = s.top[warp][n], top = found > before + (SLACK + LIFT) ? found - LIFT : before;
             factor[g] = exp2_fast(before - top);
             s.top[warp][n] = top;
         }

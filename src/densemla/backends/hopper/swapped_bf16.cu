@@ -1,5 +1,7 @@
 // bf16 caches in decode_swapped.cu: both products take cache rows from the ring, as TMA has put them there.
 
+constexpr float LIFT = 0.0f;  // bf16 weights are as exact at any magnitude
+
 __device__ __forceinline__ u32 pack_weights(float low, float high) { return pack(low, high); }
 
 __device__ __forceinline__ void load_query_tile(const Params& p, Tile& t, u32 q, int thread, int threads) {

@@ -19,6 +19,9 @@ PACKED: tl.constexpr = tl.constexpr(2)
 
 _PACKED_GROUP: tl.constexpr = tl.constexpr(128)
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+_LIFT: tl.constexpr = tl.constexpr(15.0)
+"""Largest weight that float16 products begin with (log2): float16 loses what is below 2^-24, and under one token
+with nearly all of the weight the others together may have most of the value."""
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -165,13 +168,16 @@ def _row_sums(weights, SUM_PARTS: tl.constexpr):
 
 @triton.jit
 def _absorb(logits, values, top, total, acc, always, SUM_PARTS: tl.constexpr):
-    """Add a block to the running softmax: its largest logit, sum of weights and weighted values."""
+    """Add a block to the running softmax: what its weights are relative to (base 2), their sum, weighted values."""
     new_top = top
     keep = top
     # Always true. Through a branch the compiler does not see two products in a chain, for which it would
     # give every warpgroup all of the logits to compute.
     if always:
-        new_top = tl.maximum(top, tl.max(logits, 1))
+        highest = tl.max(logits, 1)
+        if values.dtype == tl.float16:
+            highest -= _LIFT
+        new_top = tl.maximum(top, highest)
         keep = tl.exp2(top - new_top)
         logits = tl.exp2(logits - new_top[:, None])
         total = _scaled(total, keep, SUM_PARTS) + _row_sums(logits, SUM_PARTS)
