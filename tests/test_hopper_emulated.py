@@ -163,6 +163,18 @@ def test_rows_of_no_request_are_cleared(kernels: Kernels, build: Build) -> None:
     assert bool((binding.lse[3:] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_lengths_of_a_cache_without_pages_are_not_believed(kernels: Kernels, build: Build, num_splits: int) -> None:
+    step = build.step([0, 0], heads=12)
+    step.kv_cache = step.kv_cache[:0]
+    step.page_table = torch.zeros(2, 4, dtype=torch.int32)
+    binding = bind(step, num_splits=num_splits)
+    step.cache_seqlens[:] = torch.tensor([200, 1 << 30])
+    decode(kernels, binding, build.tile, 0)
+    assert bool((binding.output == 0).all())
+    assert bool((binding.lse == -torch.inf).all())
+
+
 def test_bits_do_not_depend_on_the_order_of_things(kernels: Kernels, build: Build) -> None:
     step = build.step([700, 65, 300], heads=20, queries=2, logits=5.0)
     first = bind(step, num_splits=3)

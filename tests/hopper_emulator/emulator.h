@@ -507,6 +507,9 @@ void mma_wait() {
 template <int COUNT>
 void pin(float (&acc)[COUNT]) { asm volatile("" ::"r"(acc) : "memory"); }
 
+inline void pin(u32 (&a)[4][4]) { asm volatile("" ::"r"(a) : "memory"); }
+inline float copy_here(float x) { return x; }
+
 template <int COLUMNS, int A_TRANSPOSED, int B_TRANSPOSED>
 void emulated_mma(float (&d)[COLUMNS / 2], u64 a, u64 b, int keep) {
     emulated::issue({COLUMNS, A_TRANSPOSED, B_TRANSPOSED, keep, false, false, a, b}, d, nullptr);

@@ -292,6 +292,8 @@ def _launch(binding: Binding) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     output, lse, visible = binding.output, binding.lse, binding.query_cache_seqlens
     partial_output, partial_lse = binding.scratch["partial_output"], binding.scratch["partial_lse"]
+    # Lengths on a device are not checked: in a cache of no pages they are all 0, whatever they say.
+    table_width = binding.page_table.shape[1] if binding.num_pages else 0
     params = _DecodeParams(
         binding.q.data_ptr(),
         output.data_ptr(),
@@ -306,7 +308,7 @@ def _launch(binding: Binding) -> None:
         *output.stride()[:2],
         *lse.stride(),
         binding.page_table.stride(0),
-        binding.page_table.shape[1],
+        table_width,
         caps.page_size,
         binding.num_pages,
         binding.batch,
@@ -333,7 +335,7 @@ def _launch(binding: Binding) -> None:
         binding.cu_seqlens_q.data_ptr(),
         *output.stride()[:2],
         *lse.stride(),
-        binding.page_table.shape[1] * caps.page_size,
+        table_width * caps.page_size,
         binding.batch,
         binding.total_q,
         caps.max_total_q,

@@ -209,7 +209,7 @@ __device__ __forceinline__ void score(const Params& p, Shared& s, u32 q, u32 wei
         if (lane == 0) release(s, at.slot);  // the rope box serves the scores alone
         float acc[TILE_N / 2];
 #pragma unroll
-        for (int i = 0; i < TILE_N / 2; ++i) acc[i] = next[i];
+        for (int i = 0; i < TILE_N / 2; ++i) acc[i] = copy_here(next[i]);
         if (EARLY > 0 && chunk + 1 < s.tile.end) scores.add<0, EARLY>(s, next, q, ring, at.at(BOXES));
         scores.finish(acc, s.tile, lane);
         const bool edge = chunk * CHUNK > s.tile.min_visible - CHUNK;

@@ -34,11 +34,11 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same barrier of the cluster's block `rank`; what that block writes next may replace only what has been read.
+// The same barrier of the cluster's block `rank`, after what this thread has read of what that block will replace.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "mbarrier.arrive.release.cta.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -120,6 +120,19 @@ template <int COUNT>
 __device__ __forceinline__ void pin(float (&acc)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// A copy that the compiler cannot move in among the products before, where it would have to wait for them.
+__device__ __forceinline__ float copy_here(float x) {
+    float y;
+    asm volatile("mov.b32 %0, %1;" : "=f"(y) : "f"(x) : "memory");
+    return y;
+}
+
+// Has an A operand at hand before the fence that follows.
+__device__ __forceinline__ void pin(u32 (&a)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i >> 2][i & 3])::"memory");
 }
 
 template <int PENDING>

@@ -124,6 +124,7 @@ struct Scores {
             read_rows(raw, ring + box.slot * BOX_BYTES, warp, lane);
             mma_wait<1>();  // of what was read two boxes before
             widen_rows(a[position & 1], raw);
+            pin(a[position & 1]);
             mma_fence();
             const u64 queries = operand(q + box_at(position) * P_BYTES);
 #pragma unroll
@@ -159,6 +160,7 @@ struct Values {
     __device__ __forceinline__ void multiply(Shared& s, float (&acc)[4][TILE_N / 2], u64 weights, Boxes at) {
         __syncwarp();
         if ((threadIdx.x & 31) == 0) release(s, at.at(position_of(GROUP, T)).slot);
+        pin(a[T & 1]);
         mma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) mma_values(acc[T], a[T & 1][k], weights + 2 * k, 1);
