@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -86,6 +87,29 @@ def test_a_draft_that_helps(shared_memory, server, geometry, target, plain):
     assert result.tokens == plain
     assert result.acceptance_length > 2
     assert set(remote.counters) <= {"calls", "tokens", "marked", "connects"}
+
+
+def test_the_documented_verifier_decodes_as_plainly(pair, server, target, plain):
+    page = (Path(__file__).parents[2] / "docs" / "dspark.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    cache = tiny.paged(target)
+
+    def step(tokens):
+        logits, rows = cache.step([0], [tokens])
+        return logits[0], rows[0]
+
+    names = {
+        "endpoint": server[0],
+        "draft_folder": pair[1],
+        "prompt": PROMPTS[0],
+        "prefill": step,
+        "step": step,
+        "forget_after": lambda length: cache.truncate(0, length),
+    }
+    exec(example, names)
+    written = names["tokens"][len(PROMPTS[0]) :]
+    assert written[:24] == plain[0][:24]
+    assert names["draft"].counters["connects"] == 1
 
 
 def test_killed_in_a_call_and_restarted(pair, geometry, target, plain):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -56,6 +57,9 @@ def test_refused_addresses():
     for endpoint in ("tcp://127.0.0.1:65536", "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "here"):
         with pytest.raises(BindError, match=r"can't bind '.*expected tcp://HOST:PORT, with a port below 65536"):
             DraftServer(engine, endpoint)
+    for seconds in (-0.1, math.nan):
+        with pytest.raises(ContractError, match="drain_seconds: expected at least 0"):
+            DraftServer(engine, drain_seconds=seconds)
     first = DraftServer(engine)
     try:
         with pytest.raises(BindError, match="can't bind"):
@@ -191,7 +195,7 @@ def test_the_demo_trains_serves_and_compares(tmp_path, monkeypatch):
     assert outcome["equal"] is True
     assert outcome["plain_steps"] == 11
     assert outcome["acceptance_length"] >= 1
-    pair = tmp_path / "densemla" / "dspark-demo-1"
+    pair = tmp_path / "densemla" / "dspark-demo-1" / "2-steps"
     assert (pair / "target" / "model.safetensors").stat().st_size < 5 << 20
     # The second time the pair is there already.
     again = CliRunner().invoke(app, [*command[:-1]])

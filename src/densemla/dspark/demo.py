@@ -198,12 +198,14 @@ def trained_pair(
     cache: Path, seconds: float, *, retrain: bool, max_steps: int | None, console: Console
 ) -> tuple[Path, Path]:
     """Folders of target and draft; trained if ``cache`` does not hold them."""
-    target_folder, draft_folder = cache / "target", cache / "draft"
+    # Apart from those that a later demo should find trained.
+    home = cache if max_steps is None else cache / f"{max_steps}-steps"
+    target_folder, draft_folder = home / "target", home / "draft"
     # The draft is written last: with it, the pair is whole.
     if not retrain and (draft_folder / "config.json").exists():
         return target_folder, draft_folder
     # Before the training, which would be lost.
-    cache.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     (draft_folder / "config.json").unlink(missing_ok=True)
     text = corpus()
     columns = (BarColumn(), TextColumn("loss {task.fields[loss]:.2f}"), TimeElapsedColumn())

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from ..errors import ContractError
 from . import slab
 from ._extra import msgspec, prometheus_client, zmq
 from .engine import Engine
@@ -141,6 +142,7 @@ class DraftServer:
     Raises:
         BindError: the address is taken, malformed, or reachable from other hosts without CURVE; the secret key
             can't be read; or the folder of the verifiers' keys holds none.
+        ContractError: ``drain_seconds`` is negative or NaN.
     """
 
     def __init__(
@@ -162,6 +164,8 @@ class DraftServer:
             raise BindError(
                 f"{curve.verifiers} holds no .key file, so no verifier could come in (densemla dspark keygen)"
             )
+        if not drain_seconds >= 0:  # NaN neither
+            raise ContractError("drain_seconds", "at least 0", drain_seconds)
         self.engine = engine
         self.drain_seconds = drain_seconds
         self._local = is_loopback(endpoint) and slab.supported()
