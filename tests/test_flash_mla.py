@@ -302,6 +302,30 @@ def test_topk_length_sink_and_extra_cache() -> None:
     assert (out[:, :, 3] == 0).all()
 
 
+def test_sink_and_extra_cache_round_no_more_than_a_plain_call() -> None:
+    gen = generator(5)
+    q, chosen = torch.randn(4, 1, 16, D, generator=gen).bfloat16(), torch.randint(0, 640, (2, 4, 1, 96), generator=gen)
+    caches = torch.randn(2, 10, 64, 1, D, generator=gen).bfloat16()
+    sink = torch.randn(16, generator=gen) + 4
+
+    def error(attn_sink: torch.Tensor | None, extra: bool) -> float:
+        more = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": chosen[1].int()} if extra else {}
+        arguments = {"indices": chosen[0].int(), "attn_sink": attn_sink, **more}
+        out, _ = flash_mla_with_kvcache(q, caches[0], None, None, DV, *get_mla_metadata(), **arguments)
+        squares = []
+        for i in range(4):
+            rows = torch.cat([caches[k].view(-1, D)[chosen[k, i, 0]] for k in range(1 + extra)])
+            expected, lse = attention(q[i, 0], rows, D**-0.5)
+            if attn_sink is not None:
+                expected = expected * torch.sigmoid(lse - attn_sink.double()).unsqueeze(-1)
+            squares.append(((out[i, 0].double() - expected).norm(dim=-1) / expected.norm(dim=-1)) ** 2)
+        return float(torch.cat(squares).mean().sqrt())
+
+    plain = error(None, extra=False)
+    for attn_sink, extra in ((sink, False), (None, True), (sink, True)):
+        assert error(attn_sink, extra) < 1.15 * plain
+
+
 def test_a_requests_bits_do_not_depend_on_its_batch() -> None:
     case = Case([4200, 3, 900], 1, 8, torch.bfloat16)
     cache = case.plain()

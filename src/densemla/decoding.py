@@ -89,6 +89,7 @@ def decode(
     query_cache_seqlens: torch.Tensor | None = None,
     q_scale: torch.Tensor | float | None = None,
     kv_scale: torch.Tensor | float | None = None,
+    output_dtype: torch.dtype | None = None,
     partial_dtype: torch.dtype | None = None,
     single_split_chunks: int | None = None,
     max_splits: int | None = None,
@@ -108,8 +109,8 @@ def decode(
     queries per request; a server's own plan fixes them.)
 
     Returns:
-        ``(output, lse)``: [total_q, num_q_heads, kv_lora_rank] in the query's dtype (bf16 for fp8
-        queries), and float32 [total_q, num_q_heads], **natural log**; 0 and -inf for a query that sees
+        ``(output, lse)``: [total_q, num_q_heads, kv_lora_rank] in ``output_dtype`` (None: the query's, bf16 for
+        fp8 queries), and float32 [total_q, num_q_heads], **natural log**; 0 and -inf for a query that sees
         nothing.
 
     Raises:
@@ -147,6 +148,7 @@ def decode(
         max_cache_tokens=capacity,
         q_dtype=q.dtype,
         kv_dtype=PACKED if kv_cache.dtype is torch.uint8 else kv_cache.dtype,
+        output_dtype=output_dtype,
         partial_dtype=partial_dtype,
         single_split_chunks=single_split_chunks,
         max_splits=max_splits,

@@ -203,7 +203,9 @@ def flash_mla_with_kvcache(
     if indices is None:
         out, lse = _dense(q, cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
     else:
-        out, lse = _indexed(q, cache, indices, topk_length, head_dim_v, softmax_scale)
+        # What is worked on is rounded once, at the end.
+        later = attn_sink is not None or extra_k_cache is not None
+        out, lse = _indexed(q, cache, indices, topk_length, head_dim_v, softmax_scale, exact=later)
         if extra_k_cache is not None:
             extra = _indexed(
                 q,
@@ -213,12 +215,14 @@ def flash_mla_with_kvcache(
                 head_dim_v,
                 softmax_scale,
                 _EXTRA_NAMES,
+                exact=True,
             )
             out, lse = merge(torch.stack((out, extra[0])), torch.stack((lse, extra[1])))
         if attn_sink is not None:
             # A query that saw nothing stays 0 whatever its sink: -inf - -inf is NaN.
             gate = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - attn_sink))
-            out = (out * gate.unsqueeze(-1)).to(out.dtype)
+            out = out * gate.unsqueeze(-1)
+        out = out.to(q.dtype)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         # Only now: a refused call must not decide what the next one may look like.
         tile_scheduler_metadata.config = config
@@ -277,8 +281,13 @@ def _indexed(
     head_dim_v: int,
     softmax_scale: float,
     names: Mapping[str, str] = _INDEXED_NAMES,
+    *,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over chosen slots: every query becomes a request whose pages hold one token."""
+    """The same over chosen slots: every query becomes a request whose pages hold one token.
+
+    ``exact``: the output in float32, else in the query's type.
+    """
     batch, s_q, heads, head_dim = q.shape
     name = names["page_table"]
     _check(name, indices, torch.int32, (batch, s_q, None), q.device)
@@ -306,6 +315,7 @@ def _indexed(
             page_table,
             live.sum(1, dtype=torch.int32),
             sm_scale=softmax_scale,
+            output_dtype=torch.float32 if exact else None,
             kv_lora_rank=head_dim_v,
         )
 
