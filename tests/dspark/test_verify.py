@@ -157,6 +157,18 @@ def test_greedy_is_the_longest_agreeing_prefix(data):
         assert tokens == choice[: accepted + 1] + [-1] * (depth - accepted)
 
 
+def test_a_token_that_cannot_have_been_drawn_is_refused():
+    tokens, even = torch.tensor([[1, 2, -1]]), torch.full((1, 4, 4), 0.25)
+    for place, token in enumerate((1, 2, 3)):
+        probs = even[:, :3].clone()
+        probs[0, place, token] = 0.0
+        if place == 2:  # nothing was drawn there
+            block_rejection_sample(tokens, even, probs)
+            continue
+        with pytest.raises(ContractError, match="draft_probs: expected above 0 for each drawn token"):
+            block_rejection_sample(tokens, even, probs)
+
+
 @pytest.mark.parametrize("bad", [-2, 4, 2**31])
 def test_ids_outside_the_vocabulary_are_refused(bad):
     with pytest.raises(ContractError, match="draft_tokens"):

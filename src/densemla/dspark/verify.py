@@ -75,7 +75,7 @@ def block_rejection_sample(
     Raises:
         ContractError: dtypes, shapes or devices do not fit, or (host memory only) a token is outside
             ``[-1, vocab_size)``, or a distribution that counts has a negative element, NaN or no finite sum
-            above 0.
+            above 0, or ``draft_probs`` is 0 for a token that was drawn from it.
     """
     _check_tokens("draft_tokens", draft_tokens, None)
     batch, depth = draft_tokens.shape
@@ -86,6 +86,7 @@ def block_rejection_sample(
     if draft_probs is not None:
         _check_probs("draft_probs", draft_probs, (batch, depth), vocab, draft_tokens.device)
         draft_probs = _normalised("draft_probs", draft_probs, lengths)
+        _check_drawn(draft_tokens, draft_probs, lengths)
     target_probs = _normalised("target_probs", target_probs, lengths + 1)
     coins = torch.rand(batch, depth, dtype=torch.float64, generator=generator, device=draft_tokens.device)
     survival = torch.ones(batch, dtype=torch.float64, device=draft_tokens.device)
@@ -144,6 +145,17 @@ def _normalised(name: str, probs: torch.Tensor, counting: torch.Tensor) -> torch
                 name, "no element negative, and a finite sum above 0", f"another in row {bad.nonzero()[0].tolist()}"
             )
     return wide / total
+
+
+def _check_drawn(draft_tokens: torch.Tensor, draft_probs: torch.Tensor, lengths: torch.Tensor) -> None:
+    if draft_probs.device.type != "cpu":
+        return
+    of_drawn = draft_probs.gather(2, draft_tokens.clamp_min(0).unsqueeze(2)).squeeze(2)
+    never = (of_drawn == 0) & (torch.arange(draft_tokens.shape[1]) < lengths.unsqueeze(1))
+    if bool(never.any()):
+        raise ContractError(
+            "draft_probs", "above 0 for each drawn token", f"0 for that at {never.nonzero()[0].tolist()}"
+        )
 
 
 def _sample(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
