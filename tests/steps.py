@@ -136,9 +136,9 @@ def make_step(
 
 
 def make_sink_step(*, heads: int = 12, **formats: Any) -> Step:
-    """A step whose first token has nearly all of the weight and no value: the others weigh about 2^-25 of it each."""
+    """A step whose first token has nearly all of the weight and no value: the others weigh about 2^-29 of it each."""
     step = make_step([700], heads=heads, logits=0.3, **formats)
-    height = 25 * math.log(2) / (64 * step.sm_scale)
+    height = 29 * math.log(2) / (64 * step.sm_scale)
     page = int(step.page_table[0, 0])
     slots = torch.tensor([page * step.kv_cache.shape[1]])
     sink = torch.full((1, 64), height)

@@ -4,9 +4,9 @@
 // A box has 64 bytes a row, so TMA swizzles by 64 bytes. Columns of a product are in the order in which a thread has them
 // at hand; the query tile and the output follow that order.
 
-// Bases lie so far (log2) below the maxima that they follow. f16 loses what is below 2^-24, and the largest weight is still
-// finite in it: under one token with nearly all of the weight the others together may have most of the value.
-constexpr float LIFT = 7.0f;
+// Bases lie so far (log2) below the maxima that they follow: under one token with nearly all of the weight the others
+// together may have most of the value, and f16 loses what is below 2^-24. The largest weight is still finite in it.
+constexpr float LIFT = 13.0f;
 static_assert(SLACK + LIFT < 16.0f);
 
 // A operands of a box: of 16 columns each for scores, of 16 tokens each for values.

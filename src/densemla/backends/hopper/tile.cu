@@ -12,9 +12,10 @@ constexpr int BLOCKS = 1 + PAIRED;        // of a cluster
 constexpr int P_BYTES = TILE_N * 128;     // of a box of the query tile, and of a chunk's weights
 constexpr float LOWEST = -3.0e38f;        // maximum of nothing; finite, so that differences are never NaN
 constexpr float LN2 = 0.693147180559945309f;
-// Weights are relative to a base that follows the maximum only when it is left this far behind (log2): up to
-// 2^8 they are as exact as up to 1, and the accumulators need no scaling meanwhile.
-constexpr float SLACK = 8.0f;
+// Weights are relative to a base that follows the maximum only when it is left this far behind (log2), and the
+// accumulators need no scaling meanwhile. bf16 weights are as exact at any magnitude; of f16's few powers of two most are
+// wanted at the other end.
+constexpr float SLACK = KV_FP8 ? 2.0f : 8.0f;
 
 struct Params {
     const char* q;
