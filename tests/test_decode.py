@@ -10,6 +10,7 @@ import torch
 
 import densemla
 from densemla.backends.cpu import native
+from densemla.backends.reference import attend
 from steps import FP8, PACKED, Step, assert_close, make_sink_step, make_step, relative_error
 
 MIXED = [1000, 0, 65, 3000, 1, 64, 1100]
@@ -48,6 +49,31 @@ class TestAgainstFloat64:
     def test_weights_far_below_the_largest(self, dtype: torch.dtype) -> None:
         step = make_sink_step(kv_dtype=dtype)
         assert_close(step, *step.decode(partial_dtype=torch.float32, num_splits=1))
+
+    def test_a_long_sum_of_one_sign_does_not_drift(self) -> None:
+        """A million times one page, in one split."""
+        step = make_step([64], heads=1, q_dtype=torch.float32, kv_dtype=torch.float32)
+        page = step.page_table[0, 0]
+        step.kv_cache[page] = 1 / 3
+        step.kv_cache[page, :, 512:] = 0.0
+        step.q.zero_()
+        step.page_table = page.repeat(1, 1 << 14)
+        step.cache_seqlens = torch.tensor([1 << 20], dtype=torch.int32)
+        output, lse = step.decode(partial_dtype=torch.float32, single_split_chunks=1 << 14)
+        assert float((3 * output - 1).abs().max()) < 5e-5
+        assert float((lse - math.log(1 << 20)).abs().max()) < 5e-5
+
+    def test_what_is_not_finite_shows_however_it_is_split(self) -> None:
+        """A page of scores of -inf weighs 0, and 0 * -inf is NaN."""
+        step = make_step([300], heads=2, q_dtype=torch.float32, kv_dtype=torch.float32)
+        step.kv_cache[step.page_table[0, 0], :, 5] = -math.inf
+        step.q[..., 5] = 1.0
+        expected, expected_lse = step.oracle()
+        for num_splits in (1, 5):
+            output, lse = step.decode(num_splits=num_splits, single_split_chunks=0, partial_dtype=torch.float32)
+            assert torch.equal(output.isnan(), expected.isnan())
+            assert bool(output[..., 5].isnan().all())
+            assert bool(((lse - expected_lse).abs() < 1e-5).all())
 
     @pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64, 128, 37, 4096])
     def test_page_sizes(self, page_size: int) -> None:
@@ -169,3 +195,12 @@ def test_every_instruction_set(isa: int, kv_dtype: torch.dtype | str) -> None:
     binding = step.bind(plan)
     native.run(binding, isa)
     assert_close(step, binding.output, binding.lse, torch.float32)
+
+
+@pytest.mark.parametrize("height", [0.0, -1e9, 1e12, 1e16, 1e30])
+def test_the_oracles_weights_add_up_to_one(height: float) -> None:
+    q, rows = torch.full((1, 3), height, dtype=torch.float64), torch.zeros(777, 3, dtype=torch.float64)
+    rows[:, 0], rows[:, 1] = 1.0, 0.5
+    output, lse = attend(q, rows, 2, 2 / 3)
+    assert torch.allclose(output, rows[:1, :2], rtol=1e-12, atol=0.0)
+    assert float(lse - height - math.log(777)) == pytest.approx(0.0, abs=1e-13 + 2.0**-50 * abs(height))

@@ -32,7 +32,8 @@ def attend(
     """
     scores = sm_scale * (q @ rows.T)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1))
+    # Not exp(scores - lse): of scores of 1e12 a float64 LSE keeps no more than 1e-4.
+    weights = torch.where((lse == -math.inf).unsqueeze(-1), 0.0, torch.softmax(scores, dim=-1))
     return weights @ rows[:, :kv_lora_rank], lse
 
 

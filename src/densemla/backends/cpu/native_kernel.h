@@ -127,7 +127,10 @@ static inline void NAME(qk_tile)(const float *q, const float *k, float *scores, 
         memcpy(scores + r * CHUNK, (float *)&products + r * QK_TOKENS, sizeof(float) * QK_TOKENS);
 }
 
-/* values[r] = values[r] * decay[r] + sum over t < tokens of probs[r][t] * v[t], for `rows` of them */
+/* values[r] = values[r] * decay[r] + sum over t < tokens of probs[r][t] * v[t], for `rows` of them.
+ *
+ * The sum is finished before it is added: one chain over a long segment would drift where values have one sign.
+ */
 static inline __attribute__((always_inline)) void NAME(pv_tile)(
     const float *probs, const float *v, float *values, const float *decay, int rows, int tokens, int dim, int rank) {
     for (int c = 0; c < rank; c += LANES * PV_VECTORS) {
@@ -136,7 +139,7 @@ static inline __attribute__((always_inline)) void NAME(pv_tile)(
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int j = 0; j < PV_VECTORS; j++)
-                acc[r][j] = *(vec *)(values + r * rank + c + j * LANES) * decay[r];
+                acc[r][j] = (vec){0};
         for (int t = 0; t < tokens; t++) {
             vec vv[PV_VECTORS];
 #pragma GCC unroll 8
@@ -151,7 +154,10 @@ static inline __attribute__((always_inline)) void NAME(pv_tile)(
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-            for (int j = 0; j < PV_VECTORS; j++) *(vec *)(values + r * rank + c + j * LANES) = acc[r][j];
+            for (int j = 0; j < PV_VECTORS; j++) {
+                vec *sum = (vec *)(values + r * rank + c + j * LANES);
+                *sum = *sum * decay[r] + acc[r][j];
+            }
     }
 }
 
@@ -233,10 +239,9 @@ static void NAME(segment)(const struct decode_args *a, const struct unit *u, flo
 /* Fold segment results into one another, in order; `from` is used up. */
 static void NAME(fold)(const struct decode_args *a, int rows, struct slot into, struct slot from) {
     for (int r = 0; r < rows; r++) {
-        if (from.max[r] == -INFINITY && from.sum[r] == 0) continue; /* saw nothing */
-        float m = from.max[r] > into.max[r] ? from.max[r] : into.max[r];
-        float keep = NAME(exp)(NAME(splat)(into.max[r] - m))[0], add = NAME(exp)(NAME(splat)(from.max[r] - m))[0];
-        if (into.max[r] == -INFINITY && into.sum[r] == 0) keep = 0;
+        float m = from.max[r] > into.max[r] ? from.max[r] : into.max[r], shift = m == -INFINITY ? 0 : m;
+        float keep = NAME(exp)(NAME(splat)(into.max[r] - shift))[0];
+        float add = NAME(exp)(NAME(splat)(from.max[r] - shift))[0];
         into.sum[r] = into.sum[r] * keep + from.sum[r] * add;
         into.max[r] = m;
         float *x = into.values + r * a->rank, *y = from.values + r * a->rank;
@@ -272,10 +277,10 @@ static void NAME(merge_row)(const struct decode_args *a, int64_t query, int64_t 
         float lse = a->partial_lse[s * step + first];
         max = lse > max ? lse : max;
     }
+    float shift = max == -INFINITY ? 0 : max;
     for (int s = 0; s < splits; s++) {
-        /* A split of scores that are all -inf has no output to weigh. */
-        if (a->partial_lse[s * step + first] == -INFINITY) continue;
-        float weight = NAME(exp)(NAME(splat)(a->partial_lse[s * step + first] - max))[0];
+        /* A split of scores that are all -inf weighs 0, and its output may be NaN, as it would be unsplit. */
+        float weight = NAME(exp)(NAME(splat)(a->partial_lse[s * step + first] - shift))[0];
         NAME(widen)(part, a->partial_output, (s * step + first) * a->rank, a->partial_format, a->rank);
         for (int c = 0; c < a->rank; c++) sum[c] += weight * part[c];
         total += weight;
